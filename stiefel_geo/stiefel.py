@@ -1,0 +1,53 @@
+"""Geometry of the Stiefel manifold St(d, r) = {W ∈ R^{d×r} : WᵀW = I}, d ≥ r, embedded metric.
+
+Pure functions on batches of matrices, shape (..., d, r). W is a frame, G an ambient matrix
+(a Euclidean gradient), Y any matrix of full column rank.
+
+Source of the formulas: Absil, Mahony, Sepulchre, "Optimization Algorithms on Matrix Manifolds" (2008),
+§3.5–3.6 for the tangent space and its projection, §4.1 for the polar retraction.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sym(A: Tensor) -> Tensor:
+    """Symmetric part (A + Aᵀ)/2 of square matrices (..., r, r)."""
+    return (A + A.mT) / 2
+
+
+def project(W: Tensor, G: Tensor) -> Tensor:
+    """Orthogonal projection P_W(G) = G − W·sym(WᵀG) onto the tangent space {ξ : Wᵀξ + ξᵀW = 0}."""
+    return G - W @ sym(W.mT @ G)
+
+
+def polar(Y: Tensor) -> Tensor:
+    """Polar factor Y(YᵀY)^{−1/2}: the frame nearest to Y in the Frobenius norm, by a thin SVD.
+
+    The optimizer's step never calls this; `step.retract` does the same by matrix products alone.
+    """
+    U, _, Vh = torch.linalg.svd(Y, full_matrices=False)
+    return U @ Vh
+
+
+def defect(W: Tensor) -> Tensor:
+    """Distance from orthonormality, ‖WᵀW − I‖_F of each frame, shape (...), measured in float64."""
+    W = W.detach().to(torch.float64)
+    gram = W.mT @ W
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.linalg.matrix_norm(gram - identity)
+
+
+def random_frame(
+    *size: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Frame of shape (..., d, r) drawn from the uniform (Haar) measure on St(d, r).
+
+    The polar factor of a Gaussian matrix is uniform (Chikuse, "Statistics on Special Manifolds", 2003, Thm 2.2.1).
+    """
+    dtype = dtype or torch.get_default_dtype()
+    gaussian = torch.randn(*size, dtype=torch.float64, device=device, generator=generator)
+    return polar(gaussian).to(dtype)
