@@ -1,0 +1,124 @@
+"""The polar retraction by matrix products alone: Y ← Y·p(YᵀY) with p(x) ≈ x^{−1/2}.
+
+For a tangent step ξ at a frame W the spectrum of YᵀY, Y = W + ξ, lies in [1, 1 + ‖ξ‖²]. So once a bound on
+‖ξ‖ is known on the host, the degree of p is known too: p is the weighted least-squares fit of x^{−1/2} on that
+interval (near-minimax, like the polynomials of Newton–Schulz but fitted to the interval instead of to the point 1),
+evaluated on r×r matrices by the scheme of Paterson and Stockmeyer. A wide interval takes several rounds, each
+from a fresh Gram matrix, which squeeze the singular values towards 1.
+
+Source: N. Higham, "Functions of Matrices" (2008), §4.2 (Paterson–Stockmeyer), §8.3–8.4 (polar factor by
+Newton–Schulz). The fitted interval in place of Newton–Schulz is our choice: fewer products for the same error.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import stiefel
+
+# Frames that something else moved (a bf16 round trip, an EMA) leave the interval; this margin keeps them inside.
+MARGIN = 0.01
+# Degrees that 0, 1, 2, 3 and 4 products of r×r matrices reach.
+DEGREES = (1, 2, 4, 6, 9)
+# What a fit made in float64 on the host can resolve.
+HOST_PRECISION = 1e-15
+
+
+class Polynomial(NamedTuple):
+    """p(x) = Σ_k c_k z^k with z = (x − center)/halfwidth in [−1, 1]: powers of z keep their digits."""
+
+    center: float
+    halfwidth: float
+    coefficients: tuple[float, ...]
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        z = (x - self.center) / self.halfwidth
+        return np.polynomial.polynomial.polyval(z, self.coefficients)
+
+
+def _inverse_root_fit(low: float, high: float, degree: int) -> Polynomial:
+    """Least-squares fit of √x·p(x) ≈ 1 at the Chebyshev nodes of [low, high]."""
+    center, halfwidth = (high + low) / 2, (high - low) / 2
+    z = np.polynomial.chebyshev.chebpts1(8 * (degree + 1))
+    root = np.sqrt(center + halfwidth * z)
+    basis = np.polynomial.chebyshev.chebvander(z, degree)
+    solution = np.linalg.lstsq(basis * root[:, None], np.ones_like(root), rcond=None)[0]
+    return Polynomial(center, halfwidth, tuple(np.polynomial.chebyshev.cheb2poly(solution).tolist()))
+
+
+def _image(polynomial: Polynomial, low: float, high: float) -> tuple[float, float]:
+    """Range of the new singular values σ·p(σ²) for σ² in [low, high]."""
+    x = np.concatenate([np.linspace(low, high, 512), np.geomspace(low, high, 512)])
+    sigma = np.sqrt(x) * polynomial(x)
+    return float(sigma.min()), float(sigma.max())
+
+
+@lru_cache(maxsize=256)
+def polar_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
+    """Polynomials, in order, that bring every singular value of Y to within eps/8 of 1 when ‖ξ‖ ≤ `bound`.
+
+    `eps` is the machine epsilon of the arithmetic. Eigenvalues of YᵀY below the rounding error of the largest
+    one are not resolved, so nothing is fitted to them: they grow by p at the fitted edge, round by round.
+    """
+    low, high = 1 - MARGIN, 1 + MARGIN + bound**2
+    target = max(eps / 8, HOST_PRECISION)
+    plan: list[Polynomial] = []
+    error = math.inf
+    while error > target:
+        fitted_low = max(low, 64 * eps * high)
+        for degree in DEGREES:
+            polynomial = _inverse_root_fit(fitted_low, high, degree)
+            smallest, largest = _image(polynomial, low, high)
+            error = max(1 - smallest, largest - 1)
+            if error <= target:
+                break
+        plan.append(polynomial)
+        low, high = (smallest - eps) ** 2, (largest + eps) ** 2
+    return tuple(plan)
+
+
+def _combine(terms: tuple[float, ...], powers: list[Tensor]) -> Tensor:
+    """c_0 I + c_1 Z + c_2 Z² + …, shapes (..., r, r)."""
+    total = powers[0] * terms[1]
+    for coefficient, power in zip(terms[2:], powers[1:], strict=False):
+        total.add_(power, alpha=coefficient)
+    total.diagonal(dim1=-2, dim2=-1).add_(terms[0])
+    return total
+
+
+def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
+    """p(D) for symmetric D (n, r, r), in 0 to 4 products of r×r matrices (Paterson–Stockmeyer)."""
+    center, halfwidth, coefficients = polynomial
+    Z = D / halfwidth
+    Z.diagonal(dim1=-2, dim2=-1).sub_(center / halfwidth)
+    degree = len(coefficients) - 1
+    size = min(degree, 2 if degree <= 4 else 3)
+    powers = [Z]
+    while len(powers) < size:
+        powers.append(torch.bmm(powers[-1], Z))
+    # The last block keeps its top coefficient c_{k+size}, so it holds size + 1 terms.
+    start = degree - size
+    result = _combine(coefficients[start:], powers)
+    while start > 0:
+        start -= size
+        result = torch.baddbmm(_combine(coefficients[start : start + size], powers), powers[-1], result)
+    return result
+
+
+def retract(Y: Tensor, bound: float, *, moved: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Polar factor Y(YᵀY)^{−1/2} of Y = W + ξ, shape (n, d, r), for tangent steps with ‖ξ‖_F ≤ `bound`.
+
+    The Gram matrix is formed from Y itself, so frames with a small defect are repaired on the way.
+    Frames where `moved` (n,) is False come back bit for bit.
+    """
+    plan = polar_plan(bound, torch.finfo(Y.dtype).eps)
+    for polynomial in plan:
+        C = evaluate(polynomial, stiefel.cross(Y, Y))
+        if moved is not None:
+            C = torch.where(moved[:, None, None], C, torch.eye(C.shape[-1], dtype=C.dtype, device=C.device))
+        Y = torch.bmm(Y, C, out=out if polynomial is plan[-1] else None)
+    return Y
