@@ -1,6 +1,7 @@
 """Stiefel attention for timm: orthonormal query and key frames, and the optimizer that trains them."""
 
 from .manifold import PolarStiefel
+from .patching import PatchReport, frames, patch, plain_state_dict, unpatch
 
-__all__ = ["PolarStiefel"]
+__all__ = ["PatchReport", "PolarStiefel", "frames", "patch", "plain_state_dict", "unpatch"]
 __version__ = "0.1.0"

@@ -1,0 +1,169 @@
+"""Where an attention module's query and key rows are: layouts as data, and the registry of classes.
+
+Nothing here knows a library. `stiefel_geo.integrations.timm_attention` fills the registry by class name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+Size = int | str | Callable[[nn.Module], int]  # a number, an attribute's name, or a function of the module
+
+
+class LayoutError(ValueError):
+    """The module found is not what its layout says."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring rows: heads of `width` rows, `roles` naming each "q" or "k"; roles = "": left as they are."""
+
+    roles: str
+    width: int
+
+    @property
+    def rows(self) -> int:
+        return self.width * (len(self.roles) or 1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of one weight fall into heads: `groups` repetitions of the same runs."""
+
+    groups: int
+    runs: tuple[Run, ...]
+
+    @property
+    def roles(self) -> list[str]:
+        """Roles of each stack's frames, in the order of the rows."""
+        return [run.roles * self.groups for run in self.runs if run.roles]
+
+    @property
+    def widths(self) -> list[int]:
+        return [run.width for run in self.runs if run.roles]
+
+    def split(self, matrix: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """(rows, d) → stacks (n, d, r), one per run of heads, and the remaining rows (m, d)."""
+        grouped = matrix.reshape(self.groups, -1, matrix.shape[1])  # (groups, rows of a group, d)
+        pieces = torch.split(grouped, [run.rows for run in self.runs], dim=1)
+        stacks, rest = [], []
+        for run, piece in zip(self.runs, pieces, strict=True):
+            if run.roles:
+                stacks.append(piece.reshape(-1, run.width, matrix.shape[1]).mT)  # (groups·heads, d, r)
+            else:
+                rest.append(piece)
+        return stacks, torch.cat(rest, 1).flatten(0, 1) if rest else None
+
+    def join(self, heads: Sequence[Tensor], rest: Tensor | None) -> Tensor:
+        """Inverse of `split`, from heads as rows (n, r, d)."""
+        stacks, remaining = iter(heads), iter(self._cut(rest))
+        pieces = [
+            next(stacks).reshape(self.groups, run.rows, -1) if run.roles else next(remaining)
+            for run in self.runs
+        ]
+        return torch.cat(pieces, 1).flatten(0, 1)
+
+    def _cut(self, rest: Tensor | None) -> Sequence[Tensor]:
+        """The remaining rows, run by run: (groups, rows of the run, d)."""
+        sizes = [run.rows for run in self.runs if not run.roles]
+        if rest is None:
+            return ()
+        return torch.split(rest.reshape(self.groups, -1, rest.shape[1]), sizes, dim=1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where one attention class keeps its queries and keys.
+
+    rows          projection → order of its rows. "q k v": all heads of q, then of k, then of v.
+                  "(q k v)": head by head. Any other word stands for rows that are left as they are.
+                  A projection that an instance does not have (absent or None) is passed over, so
+                  fused and separate forms share a row; "qkvs.*.conv" stands for one per index.
+    heads         query heads in one projection;  kv_heads: key heads, where they differ
+    width         rows of one head in q and k; None: the projection's rows in equal parts
+    k_width       rows of one head in k, where they differ from q's
+    ahead         rows of the word "mlp"
+    plain         whether the logits are q·k and q and k serve nothing else, so that only W_Q W_Kᵀ matters
+    biases        role → bias parameter that is not the projection's own
+    skip          why the class is left alone although it projects queries and keys
+    """
+
+    rows: Mapping[str, str | Callable[[nn.Module], str]] = field(default_factory=dict)
+    heads: Size = "num_heads"
+    kv_heads: Size | None = None
+    width: Size | None = None
+    k_width: Size | None = None
+    ahead: Size = 0
+    plain: bool | Callable[[nn.Module], bool] = False
+    biases: Mapping[str, str] = field(default_factory=dict)
+    skip: str = ""
+
+    def order(self, path: str, module: nn.Module) -> str:
+        order = self.rows[path]
+        return order if isinstance(order, str) else order(module)
+
+    def arrange(self, order: str, total: int, module: nn.Module) -> Rows:
+        """The rows of one projection with `total` rows. Raises LayoutError where the sizes do not fit."""
+        words = order.strip("()").split()
+        heads = _size(self.heads, module)
+        heads_of = {"q": heads, "k": heads if self.kv_heads is None else _size(self.kv_heads, module)}
+        heads_of["v"] = heads_of["k"]
+        groups = heads_of[words[0]] if order.startswith("(") else 1
+        if groups > 1:
+            heads_of = dict.fromkeys(heads_of, 1)
+        if total % groups:
+            raise LayoutError(f"{total} rows do not divide into {groups} heads")
+        width = self._widths(words, total // groups, heads_of, module)
+        runs = _runs(words, total // groups, heads_of, width)
+        return Rows(groups, runs)
+
+    def _widths(self, words: list[str], total: int, heads: Mapping[str, int], module: nn.Module) -> dict[str, int]:
+        equal_parts = total // sum(heads.get(word, 0) for word in words)
+        q = equal_parts if self.width is None else _size(self.width, module)
+        k = q if self.k_width is None else _size(self.k_width, module)
+        return {"q": q, "k": k, "mlp": _size(self.ahead, module)}
+
+
+def _size(size: Size, module: nn.Module) -> int:
+    if isinstance(size, str):
+        return int(attrgetter(size)(module))
+    return size if isinstance(size, int) else size(module)
+
+
+def _runs(words: list[str], total: int, heads: Mapping[str, int], width: Mapping[str, int]) -> tuple[Run, ...]:
+    """Runs of one group of `total` rows; what q, k and "mlp" leave over belongs to the remaining word."""
+    known = {word: width[word] * heads.get(word, 1) for word in words if word in width}
+    others = [word for word in words if word not in width]
+    left = total - sum(known.values())
+    if left < 0 or len(others) > 1 or bool(left) != bool(others):
+        raise LayoutError(f"{total} rows are not {' + '.join(words)} with {known}")
+    runs: list[Run] = []
+    for word in words:
+        run = Run(word * heads[word], width[word]) if word in ("q", "k") else Run("", known.get(word, left))
+        if runs and run.roles and runs[-1].roles and runs[-1].width == run.width:
+            run = Run(runs.pop().roles + run.roles, run.width)  # one stack for heads of one width
+        runs.append(run)
+    return tuple(runs)
+
+
+_REGISTRY: dict[str, Layout] = {}
+
+
+def class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def register(name: str, layout: Layout) -> None:
+    """Set the layout of the class with this qualified name, "package.module.Class"."""
+    _REGISTRY[name] = layout
+
+
+def find(module: nn.Module) -> tuple[type, Layout] | None:
+    """The nearest registered class of a module and its layout."""
+    for cls in type(module).__mro__:
+        if (layout := _REGISTRY.get(class_name(cls))) is not None:
+            return cls, layout
+    return None
