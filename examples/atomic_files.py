@@ -1,0 +1,46 @@
+"""Files that are either whole or absent, whatever kills the process that writes them."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then put it in the place of `path` in one rename.
+
+    Both the file and its folder are fsynced: after a power cut the name leads to the old content or to
+    the new one, never to a part. On any error the old file stays and the temporary one goes.
+    """
+    part = path.with_name(f".{path.name}.part")  # one name, so that what a kill leaves is overwritten
+    try:
+        write(part)
+        _sync(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write tensors in plain containers, so that `load_state` needs no code from the file."""
+    write_atomically(path, lambda part: torch.save(state, part))
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read a `save_state` file. `weights_only` refuses everything but tensors and plain containers."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"holds a {type(state).__name__}, not a dict")
+    return state
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
