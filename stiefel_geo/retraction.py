@@ -57,6 +57,7 @@ def _image(polynomial: Polynomial, low: float, high: float) -> tuple[float, floa
     return float(sigma.min()), float(sigma.max())
 
 
+@torch.compiler.assume_constant_result
 @lru_cache(maxsize=256)
 def polar_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
     """Polynomials, in order, that bring every singular value of Y to within eps/8 of 1 when ‖ξ‖ ≤ `bound`.

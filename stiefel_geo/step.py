@@ -61,17 +61,20 @@ def _reads_are_free(X: Tensor) -> bool:
 def norm(X: Tensor) -> Tensor:
     """‖X‖_F of each matrix (n, d, r), float64 (n,), for entries from 1e-37 to 1e37."""
     flat = X.flatten(1)
+    size: Tensor
     if X.dtype == torch.float64 or not _reads_are_free(X):
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-    plain = torch.linalg.vector_norm(flat, dim=1)
+        size = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
+        return size
+    size = torch.linalg.vector_norm(flat, dim=1)
     smallest, largest = SAFE_NORMS
-    if bool(((plain > smallest) & (plain < largest)).all()):
-        return plain.double()
+    if bool(((size > smallest) & (size < largest)).all()):
+        return size.double()
     # On the CPU a float64 accumulation is slow; scaling by a power of two is exact, and as good.
     peak = torch.maximum(flat.amax(1), -flat.amin(1)).double()
     unit = torch.where(peak > 0, torch.exp2(torch.floor(torch.log2(peak))), 1.0)
     scaled = flat * (1 / unit).to(X.dtype)[:, None]
-    return torch.linalg.vector_norm(scaled, dim=1).double() * unit
+    size = torch.linalg.vector_norm(scaled, dim=1)
+    return size.double() * unit
 
 
 @lru_cache

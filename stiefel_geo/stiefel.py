@@ -52,7 +52,8 @@ def polar(Y: Tensor) -> Tensor:
     The optimizer's step never calls this; `step.retract` does the same by matrix products alone.
     """
     U, _, Vh = torch.linalg.svd(Y, full_matrices=False)
-    return U @ Vh
+    frame: Tensor = U @ Vh
+    return frame
 
 
 def defect(W: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ def defect(W: Tensor) -> Tensor:
     W = W.detach().to(torch.float64)
     gram = W.mT @ W
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.matrix_norm(gram - identity)
+    distance: Tensor = torch.linalg.matrix_norm(gram - identity)
+    return distance
 
 
 def random_frame(

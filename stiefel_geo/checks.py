@@ -1,0 +1,114 @@
+"""What the optimizer refuses, with the rule, the value found and the remedy in each message."""
+
+import math
+from typing import Any
+
+import geoopt
+import torch
+from torch import Tensor
+
+from .manifold import PolarStiefel
+from .stiefel import defect
+
+# The largest defect ‖WᵀW − I‖_F/√r of a frame that counts as on the manifold, by how it is stored.
+DEFECT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def is_frame(p: Tensor) -> bool:
+    """Whether `p` steps as a batch of frames: a ManifoldParameter on St(d, r) with the embedded metric."""
+    manifolds = (PolarStiefel, geoopt.EuclideanStiefel)
+    return isinstance(p, geoopt.ManifoldParameter) and type(p.manifold) in manifolds
+
+
+def is_other_point(p: Tensor) -> bool:
+    """Whether `p` steps by the operations of its own geoopt manifold."""
+    return isinstance(p, geoopt.ManifoldParameter) and not is_frame(p)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raise ValueError for a hyper-parameter out of its range."""
+    lr, trust_radius = settings["lr"], settings["trust_radius"]
+    beta1, beta2 = settings["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"rule: a tensor lr has one element; found shape {tuple(lr.shape)}; pass a scalar")
+    _check("lr", lr, "lr ≥ 0 and finite", 0 <= lr < math.inf)
+    _check("betas", (beta1, beta2), "0 ≤ β < 1 for both", 0 <= beta1 < 1 and 0 <= beta2 < 1)
+    _check("eps", settings["eps"], "eps ≥ 0", 0 <= settings["eps"] < math.inf)
+    _check("weight_decay", settings["weight_decay"], "weight_decay ≥ 0", 0 <= settings["weight_decay"] < math.inf)
+    _check("trust_radius", trust_radius, "trust_radius > 0 (math.inf for none)", trust_radius > 0)
+    if math.isinf(trust_radius) and (beta1**2 >= beta2 > 0 or isinstance(lr, Tensor)):
+        raise ValueError(
+            "rule: without a trust region the longest step must be known on the host, which takes a float lr and "
+            f"β₁² < β₂; found lr {lr} and betas {(beta1, beta2)}; give trust_radius a finite value"
+        )
+
+
+def _check(name: str, value: Any, rule: str, holds: Any) -> None:
+    if not bool(holds):
+        raise ValueError(f"rule: {rule}; found {name} = {value}; choose a value within the rule")
+
+
+def check_parameter(p: Tensor) -> None:
+    """Raise ValueError for a parameter that the optimizer cannot drive."""
+    if p.is_complex():
+        raise ValueError(
+            f"rule: parameters are real; found {p.dtype} of shape {tuple(p.shape)}; pass torch.view_as_real of it"
+        )
+    check_live(p)
+    if is_frame(p) and not p.is_meta and p.numel():
+        check_on_manifold(p)
+
+
+def check_on_manifold(p: Tensor) -> None:
+    """Raise ValueError when a frame's columns are not orthonormal to the precision of its type."""
+    worst = float(defect(p).max()) / math.sqrt(p.shape[-1])
+    tolerance = DEFECT_TOLERANCE[p.dtype]
+    if not worst <= tolerance:
+        raise ValueError(
+            f"rule: a frame of {p.dtype} has ‖WᵀW − I‖_F/√r ≤ {tolerance}; found {worst:.2g} in a parameter of "
+            f"shape {tuple(p.shape)}; project it first: p.data.copy_(p.manifold.projx(p.data))"
+        )
+
+
+def check_live(p: Tensor) -> None:
+    """Raise ValueError for a parameter that patch() or unpatch() took out of its model."""
+    retired = getattr(p, "_stiefel_geo_retired", None)
+    if retired:
+        raise ValueError(f"rule: the optimizer drives parameters of the model as it is; found {retired}")
+
+
+def check_gradient(p: Tensor) -> None:
+    """Raise RuntimeError for a gradient that the step cannot take."""
+    if p.grad is not None and p.grad.is_sparse:
+        raise RuntimeError(
+            f"rule: gradients are dense; found a sparse gradient of shape {tuple(p.shape)}; "
+            "build the embedding with sparse=False, or give it an optimizer of its own"
+        )
+
+
+def check_devices(p: Tensor, state: dict[str, Any]) -> None:
+    """Raise RuntimeError when the model moved and the optimizer's state did not."""
+    found = state["exp_avg"].device
+    if found != p.device:
+        raise RuntimeError(
+            f"rule: state lies on the device of its parameter, {p.device}; found {found}: the model was moved "
+            "after the optimizer's first step; move it first, or reload with optimizer.load_state_dict("
+            "optimizer.state_dict())"
+        )
+
+
+def check_compilable(group: dict[str, Any]) -> None:
+    """Raise RuntimeError for what torch.compile would turn into another step without a word."""
+    precision = torch.get_float32_matmul_precision()
+    if precision != "highest" and any(is_frame(p) for p in group["params"]):
+        raise RuntimeError(
+            "rule: a compiled step bakes in the global matmul precision and needs it in full; found "
+            f"torch.get_float32_matmul_precision() = {precision!r}; set it to 'highest', or leave the optimizer "
+            "out of torch.compile"
+        )
+    manifolds = {type(p.manifold).__name__ for p in group["params"] if is_other_point(p)}
+    if manifolds:
+        raise RuntimeError(
+            f"rule: a compiled step drives frames and Euclidean parameters; found points on {sorted(manifolds)}, whose "
+            "geoopt operations torch.compile does not see; give them an optimizer that is not compiled"
+        )

@@ -1,0 +1,83 @@
+"""The same step for a parameter on any geoopt manifold, by the manifold's own operations.
+
+    g = egrad2rgrad(x, G)        m ← β₁ m + (1−β₁) g        v ← β₂ v + (1−β₂) ⟨g, g⟩_x / D
+    ξ = −lr · m̂/√v̂, shortened to ‖ξ‖_x ≤ Δ                  (x, m) ← retr_transp(x, ξ, m)
+
+v is one scalar per point, D the number of coordinates of a point. A point with a non-finite gradient stays.
+"""
+
+import math
+from typing import Any
+
+import geoopt
+import torch
+from torch import Tensor
+
+from .precision import full_precision
+from .step import NOISE, Settings
+
+
+def _scalars(p: geoopt.ManifoldParameter, x: Tensor) -> Tensor:
+    """Shape (..., 1, …) of one scalar per point of the manifold."""
+    shape: Tensor = p.manifold.inner(x, x, x, keepdim=True)
+    return shape
+
+
+def new_state(p: geoopt.ManifoldParameter) -> dict[str, Tensor]:
+    """State of the points of `p` before their first step."""
+    scalars = torch.zeros_like(_scalars(p, p.detach()), dtype=torch.float64)
+    return {
+        "step": torch.zeros_like(scalars, dtype=torch.float32),
+        "exp_avg": torch.zeros_like(p.detach()),
+        "exp_avg_sq": scalars,
+        "skipped": torch.zeros_like(scalars, dtype=torch.int64),
+        "capped": torch.zeros_like(scalars, dtype=torch.int64),
+    }
+
+
+def step_(p: geoopt.ManifoldParameter, state: dict[str, Any], settings: Settings) -> None:
+    """Step every point of `p`, in place."""
+    with full_precision(p.device.type):
+        _step_(p.manifold, p.detach(), p.grad.detach(), state, settings)
+
+
+def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any], settings: Settings) -> None:
+    m, v, t = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    g, size_g = _gradient(manifold, x, G)
+    finite = torch.isfinite(size_g)
+    g, size_g = torch.where(finite, g, 0.0), torch.where(finite, size_g, 0.0)
+    t.add_(finite)
+    state["skipped"].add_(~finite)
+    m.lerp_(g, finite.to(m.dtype) * (1 - settings.beta1))
+    points = m.numel() // max(v.numel(), 1)
+    v.lerp_(size_g.square() / points, finite.double() * (1 - settings.beta2))
+
+    v_hat = v / (1 - settings.beta2 ** t.double())
+    factor = settings.lr / ((1 - settings.beta1 ** t.double()) * v_hat.sqrt())
+    factor = torch.where(finite & (v > 0), factor, 0.0)
+    length = factor * _size(manifold, x, m)
+    too_long = length > settings.trust_radius
+    state["capped"].add_(too_long)
+    factor = torch.where(too_long, factor * (settings.trust_radius / length), factor)
+
+    sign = 1.0 if settings.maximize else -1.0
+    y, transported = manifold.retr_transp(x, (sign * factor).to(m.dtype) * m, m)
+    moved = length > 0
+    m.copy_(torch.where(moved, transported, m))
+    x.copy_(torch.where(moved, y, x))
+
+
+def _size(manifold: geoopt.Manifold, x: Tensor, u: Tensor) -> Tensor:
+    """‖u‖_x of each point, float64, formed from u/max|u| so that squares neither overflow nor underflow."""
+    peak = u.abs().amax()
+    unit = torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)
+    inner: Tensor = manifold.inner(x, u / unit, keepdim=True)
+    return inner.double().clamp(min=0).sqrt() * unit.double()
+
+
+def _gradient(manifold: geoopt.Manifold, x: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """Riemannian gradient and its length; a length that is rounding noise beside G counts as zero."""
+    g = manifold.egrad2rgrad(x, G)
+    size_g, size_G = _size(manifold, x, g), _size(manifold, x, G)
+    noise = size_g <= NOISE * math.sqrt(2) * torch.finfo(x.dtype).eps * size_G
+    return g, torch.where(noise, 0.0, size_g)
