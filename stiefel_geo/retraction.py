@@ -58,8 +58,13 @@ def _image(polynomial: Polynomial, low: float, high: float) -> tuple[float, floa
 
 
 @torch.compiler.assume_constant_result
-@lru_cache(maxsize=256)
 def polar_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
+    """The polynomials of `_fitted_plan`; torch.compile takes them as constants."""
+    return _fitted_plan(bound, eps)
+
+
+@lru_cache(maxsize=256)
+def _fitted_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
     """Polynomials, in order, that bring every singular value of Y to within eps/8 of 1 when ‖ξ‖ ≤ `bound`.
 
     `eps` is the machine epsilon of the arithmetic. Eigenvalues of YᵀY below the rounding error of the largest
