@@ -40,9 +40,9 @@ class TimmImages:
     def __init__(self, root: Path) -> None:
         try:
             self.reader = create_dataset("", root=str(root), search_split=False).reader
+            self.classes = sorted({Path(name).parent.name for name in self.reader.filenames()})
         except (OSError, EOFError, RuntimeError, ValueError) as error:  # tarfile errors are OSErrors
             raise BadInput(f"{root} must be a folder or tar of images, one folder a class: {error}") from error
-        self.classes = sorted(self.reader.class_to_idx)
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -50,7 +50,8 @@ class TimmImages:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         try:
             file, label = self.reader[index][:2]
-            return Image.open(file).convert("RGB"), label
+            with file:
+                return Image.open(file).convert("RGB"), label
         except (OSError, SyntaxError, ValueError) as error:
             name = self.reader.filename(index)
             raise BadInput(f"every image must be readable: {name} is not ({error}); mend or remove it") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import timm
 import torch
-from bad_input import BadInput
+from bad_input import BadInput, first_line
 from small_vit import ASSET, small_vit
 from timm.models import load_state_dict
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ def _build(name: str, classes: int, size: int | None, pretrained: bool) -> nn.Mo
         return timm.create_model(name, pretrained=pretrained, num_classes=classes)  # takes images of any size
     except Exception as error:  # whatever timm, the hub and the network raise
         source = "; without a network give the weights by --checkpoint FILE" if pretrained else ""
-        raise BadInput(f"timm cannot build {name} at --img-size {size}: {_line(error)}{source}") from error
+        raise BadInput(f"timm cannot build {name} at --img-size {size}: {first_line(error)}{source}") from error
 
 
 def _check_patches(name: str, model: nn.Module, size: int | None) -> None:
@@ -75,7 +75,7 @@ def load_weights(model: nn.Module, name: str, path: Path) -> None:
     except Exception as error:  # whatever a truncated, foreign or hostile file makes the readers raise
         raise BadInput(
             f"--checkpoint must be a whole file of timm weights for {name}: {path} cannot be read "
-            f"({_line(error)}); fetch it again"
+            f"({first_line(error)}); fetch it again"
         ) from error
     _check_shapes(model, name, path, state)
     model.load_state_dict(state, strict=False)
@@ -96,11 +96,6 @@ def _check_shapes(model: nn.Module, name: str, path: Path, state: dict[str, Tens
                 f"model and {found.get(key, 'none')} in {path}; give --model and --img-size as it was trained"
             )
         state.pop(key, None)
-
-
-def _line(error: Exception) -> str:
-    """First line of what an error says, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def largest_gap(one: Tensor, other: Tensor) -> float:

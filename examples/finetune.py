@@ -1,0 +1,249 @@
+"""Fine-tune a pretrained vision transformer with Stiefel attention, beside the same model under AdamW.
+
+    python examples/finetune.py                                  # a small ViT on handwritten digits, offline
+    python examples/finetune.py --data DIR --model vit_small_patch16_224 --pretrained --img-size 224
+
+Writes to `--out`: metrics.jsonl, curves.png, and for each arm checkpoint.pt (for `--resume`) and
+model.safetensors (plain timm keys: load it with `timm.create_model(..., checkpoint_path=...)`).
+A killed run loses its running epoch at the most; `--resume` with the same options goes on.
+"""
+
+import argparse
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from atomic_files import load_state, save_state, write_atomically
+from bad_input import BadInput, first_line
+from image_data import Prepared, load_images, prepare, shuffled
+from run_record import closing_table, draw_curves, write_metrics
+from starting_model import SMALL, input_size, largest_gap, starting_model
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+from torch.utils.data import DataLoader
+from training import Arm, build_optimizer, evaluate, train_epoch
+
+import stiefel_geo
+
+ARMS = {"both": ("stiefel", "adamw"), "stiefel": ("stiefel",), "adamw": ("adamw",)}
+HALF = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Options that do not change what is computed: a run may be resumed with other values of these.
+FREE = {"out", "resume", "root", "download", "workers", "device", "smoke"}
+
+
+def positive(kind: type) -> Any:
+    """Argument type: a number above zero."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, in the order of README's table."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = result.add_argument
+    add("--data", default="digits", help="digits, cifar10, or a folder that holds train and test (folders or tars)")
+    add("--root", type=Path, help="folder of --data cifar10")
+    add("--download", action="store_true", help="let torchvision fetch CIFAR-10 into --root")
+    add("--model", default=SMALL, help=f"any timm model; {SMALL} (default) comes with its weights")
+    add("--pretrained", action="store_true", help="weights from the hub")
+    add("--checkpoint", type=Path, help="weights from a file, .safetensors or .pth, in timm's keys")
+    add("--img-size", type=positive(int), help="side of the images in pixels (default: the model's own)")
+    add("--arm", choices=ARMS, default="both", help="both: same start, same data order, one after the other")
+    add("--core", choices=("learn", "freeze", "identity"), default="learn", help="see stiefel_geo.patch")
+    add("--epochs", type=positive(int), default=6)
+    add("--batch-size", type=positive(int), default=64)
+    add("--lr", type=positive(float), default=5e-4, help="peak; one unit for both arms")
+    add("--weight-decay", type=float, default=0.05)
+    add("--warmup-epochs", type=float, default=0.5, help="linear warm-up, then a cosine to zero")
+    add("--amp", choices=HALF, default="off", help="autocast")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--limit-train", type=positive(int), help="use this many training images")
+    add("--limit-test", type=positive(int), help="use this many test images")
+    add("--workers", type=int, default=0, help="processes that decode images")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("runs/finetune"))
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--smoke", action="store_true", help="two epochs on 128 images")
+    return result
+
+
+def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parsed options, checked as far as they can be without looking at files."""
+    args = parser().parse_args(argv)
+    if args.smoke:
+        args.epochs, args.limit_train, args.limit_test, args.batch_size = 2, 128, 64, 32
+    for name in ("weight_decay", "warmup_epochs", "workers"):
+        value = getattr(args, name)
+        if not 0 <= value < float("inf"):
+            raise BadInput(f"--{name.replace('_', '-')} must be 0 or above, got {value}; give such a number")
+    if args.warmup_epochs > args.epochs:
+        raise BadInput(f"--warmup-epochs must not exceed --epochs: {args.warmup_epochs} > {args.epochs}; lower it")
+    if args.pretrained and args.checkpoint:
+        raise BadInput("weights come from --pretrained or from --checkpoint: both were given; drop one")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device cuda needs a CUDA device: torch sees none; use --device cpu")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def computed_from(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide the run's figures, as plain values. `arm` is free: each arm stands alone."""
+    fixed = {key: value for key, value in vars(args).items() if key not in FREE | {"arm"}}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in fixed.items()}
+
+
+def stored_states(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The checkpoints to resume from, all read before anything is written."""
+    files = {arm: args.out / arm / "checkpoint.pt" for arm in ARMS[args.arm]}
+    there = [path for path in files.values() if path.exists()]
+    if not args.resume:
+        if there:
+            raise BadInput(f"--out must not hold a run: {there[0]} exists; add --resume, or give another --out")
+        return {}
+    if not there:
+        raise BadInput(f"--resume needs a checkpoint: {args.out} holds none; start the run without --resume")
+    return {arm: read_state(path, computed_from(args)) for arm, path in files.items() if path.exists()}
+
+
+def unreadable(path: Path, error: Exception) -> BadInput:
+    return BadInput(f"a checkpoint must be whole: {path} is not ({first_line(error)}); delete it to start anew")
+
+
+def read_state(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that was written whole, by a run with the same options."""
+    try:
+        state = load_state(path)
+        began = dict(state["options"])
+    except Exception as error:  # whatever a truncated, foreign or hostile file makes torch raise
+        raise unreadable(path, error) from error
+    for key in wanted.keys() | began.keys():
+        if wanted.get(key) != began.get(key):
+            flag = "--" + key.replace("_", "-")
+            raise BadInput(
+                f"--resume needs the options the run began with: {flag} was {began.get(key)}, now "
+                f"{wanted.get(key)}; give {flag} as before, or another --out"
+            )
+    return state
+
+
+def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int) -> Arm:
+    """The arm at its first step, with its own copy of the starting model."""
+    device = torch.device(args.device)
+    model = copy.deepcopy(start).to(device)
+    if name == "stiefel":
+        print(stiefel_geo.patch(model, core=args.core))
+    optimizer = build_optimizer(name, model, args.lr, args.weight_decay)
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=args.epochs * steps, warmup_t=round(args.warmup_epochs * steps),
+        warmup_lr_init=args.lr / 100, t_in_epochs=False,
+    )  # fmt: skip
+    return Arm(
+        name, model, optimizer, scheduler,
+        scaler=torch.amp.GradScaler(device.type, enabled=args.amp == "fp16"),
+        amp=torch.autocast(device.type, HALF[args.amp], enabled=args.amp != "off"),
+        forward=torch.compile(model) if args.compile else model,
+        device=device,
+    )  # fmt: skip
+
+
+def report_start(start: nn.Module, arm: Arm, test: Prepared) -> None:
+    """Print how far the patch moved the outputs of the starting model."""
+    images = torch.stack([test[i][0] for i in range(min(16, len(test)))])
+    with torch.no_grad():
+        plain = start.eval()(images)
+        patched = arm.model.eval()(images.to(arm.device)).cpu()
+    print(f"start: logits of {arm.name} differ from the unpatched model's by {largest_gap(plain, patched):.1e}")
+
+
+def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace, others: list[Any]) -> None:
+    """Train the epochs that are left; after each, everything on disk is whole and up to date."""
+    folder = args.out / arm.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for epoch in range(len(arm.rows), args.epochs):
+        if not arm.rows:
+            save(arm, folder, args)
+        batches = shuffled(train, args.batch_size, args.seed, epoch, args.workers)
+        row = train_epoch(arm, batches, len(batches), f"{arm.name} {epoch + 1}/{args.epochs}")
+        loss, accuracy = evaluate(arm, DataLoader(test, 2 * args.batch_size, num_workers=args.workers))
+        row["seconds"] += arm.rows[-1]["seconds"] if arm.rows else 0.0
+        arm.rows.append({**row, "test_loss": loss, "test_accuracy": accuracy})
+        save(arm, folder, args)
+        write_metrics([*others, *arm.rows], args.out / "metrics.jsonl")
+        print(f"{arm.name} epoch {epoch + 1}: train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}")
+    plain = stiefel_geo.plain_state_dict(arm.model) if arm.name == "stiefel" else arm.model.state_dict()
+    weights = {key: value.detach().cpu().contiguous() for key, value in plain.items()}
+    write_atomically(folder / "model.safetensors", lambda part: safetensors.torch.save_file(weights, part))
+
+
+def load(arm: Arm, state: dict[str, Any], args: argparse.Namespace) -> None:
+    try:
+        arm.load(state)
+    except Exception as error:  # a foreign file may hold anything under the right names
+        raise unreadable(args.out / arm.name / "checkpoint.pt", error) from error
+
+
+def save(arm: Arm, folder: Path, args: argparse.Namespace) -> None:
+    save_state(folder / "checkpoint.pt", {**arm.state(), "options": computed_from(args)})
+
+
+def finetune(args: argparse.Namespace) -> None:
+    """Check everything, then train the arms one after the other."""
+    stored = stored_states(args)
+    images = load_images(args.data, args.root, args.download)
+    torch.manual_seed(args.seed)
+    start = starting_model(args.model, images.classes, args.img_size, args.checkpoint, args.pretrained)
+    size = input_size(start, args.img_size)
+    train, test = prepare(images, start, size, (args.limit_train, args.limit_test))
+    steps = len(shuffled(train, args.batch_size, args.seed, 0, 0))
+    rows: list[dict[str, Any]] = []
+    frames: dict[str, int] = {}
+    for name in ARMS[args.arm]:
+        arm = start_arm(name, start, args, steps)
+        if name == "stiefel":
+            report_start(start, arm, test)
+        if name in stored:
+            load(arm, stored[name], args)
+        run_arm(arm, train, test, args, rows)
+        rows += arm.rows
+        frames[name] = arm.frame_count()
+    write_metrics(rows, args.out / "metrics.jsonl")
+    draw_curves(rows, args.out / "curves.png")
+    print(closing_table(rows, frames))
+    print(f"curves, metrics and plain timm weights are in {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done. 2: bad input, nothing written. 130: interrupted, the last whole epoch is kept."""
+    try:
+        finetune(options(argv))
+    except BadInput as error:
+        print(f"finetune: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"finetune: files must be readable and --out writable: {error}; mend it, and if epochs were done "
+            "add --resume to go on",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        print("finetune: stopped; the last whole epoch is kept, add --resume to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
