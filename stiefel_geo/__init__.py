@@ -1,8 +1,18 @@
 """Stiefel attention for timm: orthonormal query and key frames, and the optimizer that trains them."""
 
+from .groups import param_groups
 from .manifold import PolarStiefel
 from .optim import ScaleFreeRiemannianAdam
 from .patching import PatchReport, frames, patch, plain_state_dict, unpatch
 
-__all__ = ["PatchReport", "PolarStiefel", "ScaleFreeRiemannianAdam", "frames", "patch", "plain_state_dict", "unpatch"]
+__all__ = [
+    "PatchReport",
+    "PolarStiefel",
+    "ScaleFreeRiemannianAdam",
+    "frames",
+    "param_groups",
+    "patch",
+    "plain_state_dict",
+    "unpatch",
+]
 __version__ = "0.1.0"
