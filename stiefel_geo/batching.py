@@ -2,14 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .precision import full_precision
-from .step import Moments, Settings, update_
+from .step import Batch, Scalars, Settings, update_
 
 # Bytes of W in a batch: on a CPU what the caches hold, on an accelerator enough to keep it busy.
 CPU_BATCH_BYTES = 5 << 20
@@ -38,7 +38,7 @@ class FrameLists(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Frames start … stop − 1 of the parameter `at` its place in the lists."""
+    """Frames start … stop − 1 of the parameter at place `at`."""
 
     at: int
     start: int
@@ -79,8 +79,8 @@ def step_(lists: FrameLists, settings: Settings, *, join: bool) -> None:
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
     work = [_frames(master) for master in lists.masters]
     with full_precision(lists.params[0].device.type):
-        for pieces in _batches(work, join):
-            _step_batch_(pieces, work, lists, settings)
+        for alike in _alike(work, join):
+            _step_alike_(alike, work, lists, settings)
     for p, master, frames in zip(lists.params, lists.masters, work, strict=True):
         if is_half(p) or not master.is_contiguous():
             p.copy_(frames.view(p.shape))
@@ -91,49 +91,61 @@ def _frames(X: Tensor) -> Tensor:
     return X.reshape(-1, *X.shape[-2:]).contiguous()
 
 
-def _batches(work: Sequence[Tensor], join: bool) -> Iterator[list[Piece]]:
-    """Split and join parameters of equal (d, r), dtype and device into batches of bounded size."""
+def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
+    """Places of the parameters that step together: those of equal (d, r), dtype and device."""
     alike: dict[tuple[object, ...], list[int]] = {}
-    for index, W in enumerate(work):
-        key = (W.shape[1:], W.dtype, W.device) if join else (index,)
-        alike.setdefault(key, []).append(index)
-    for indices in alike.values():
-        W = work[indices[0]]
-        limit = CPU_BATCH_BYTES if W.device.type == "cpu" else DEVICE_BATCH_BYTES
-        yield from _cut(indices, work, max(1, limit // (W[:1].numel() * W.element_size() or 1)))
+    for at, W in enumerate(work):
+        if len(W):
+            alike.setdefault((W.shape[1:], W.dtype, W.device) if join else (at,), []).append(at)
+    return list(alike.values())
 
 
-def _cut(indices: list[int], work: Sequence[Tensor], most: int) -> Iterator[list[Piece]]:
-    """Batches of at most `most` frames; a parameter of that many or more is never joined with another."""
-    batch: list[Piece] = []
-    for index in indices:
-        n = len(work[index])
-        taken = sum(piece.stop - piece.start for piece in batch)
-        if batch and taken + n > most:
-            yield batch
-            batch = []
+def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
+    """Step parameters of equal (d, r): their frames in batches, their scalars all at once."""
+    W = work[alike[0]]
+    limit = CPU_BATCH_BYTES if W.device.type == "cpu" else DEVICE_BATCH_BYTES
+    groups = _pieces([len(work[at]) for at in alike], max(1, limit // (W[0].numel() * W.element_size())))
+    grads = [_frames(lists.grads[at]).to(W.dtype) for at in alike]
+    stacks = [work[at] for at in alike], grads, [lists.exp_avgs[at] for at in alike]
+    batches = [Batch(*(_gather(stack, pieces) for stack in stacks)) for pieces in groups]
+
+    kept = [[tensors[at] for at in alike] for tensors in lists[4:]]
+    scalars = Scalars(*(torch.cat(tensors) for tensors in kept))
+    update_(batches, scalars, settings)
+    for tensors, joined in zip(kept, scalars, strict=True):
+        torch._foreach_copy_(tensors, torch.split(joined, [len(tensor) for tensor in tensors]))
+    for pieces, batch in zip(groups, batches, strict=True):
+        _scatter_(stacks[0], pieces, batch.W)
+        _scatter_(stacks[2], pieces, batch.m)
+
+
+def _pieces(sizes: list[int], most: int) -> list[list[Piece]]:
+    """Cut parameters of `sizes` frames into batches of about `most` frames, in order.
+
+    Only parameters smaller than a quarter of a batch are joined, since joining costs a copy there and back.
+    """
+    groups: list[list[Piece]] = []
+    open_frames = most  # frames in the last group, `most` when nothing may join it
+    for at, n in enumerate(sizes):
         parts = math.ceil(n / most)
-        if parts > 1:
-            edges = [n * part // parts for part in range(parts + 1)]
-            yield from ([Piece(index, a, b)] for a, b in itertools.pairwise(edges))
-        elif n:
-            batch.append(Piece(index, 0, n))
-    if batch:
-        yield batch
+        if n * 4 <= most and open_frames + n <= most:
+            groups[-1].append(Piece(at, 0, n))
+            open_frames += n
+            continue
+        edges = [n * part // parts for part in range(parts + 1)]
+        groups.extend([Piece(at, start, stop)] for start, stop in itertools.pairwise(edges))
+        open_frames = n if n * 4 <= most else most
+    return groups
 
 
-def _step_batch_(pieces: list[Piece], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
-    def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensors[at][start:stop] for at, start, stop in pieces]
+def _gather(stack: Sequence[Tensor], pieces: list[Piece]) -> Tensor:
+    """The frames of the pieces: a view of one parameter, or a copy of several."""
+    parts = [stack[at][start:stop] for at, start, stop in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    grads = [_frames(lists.grads[at])[start:stop].to(work[at].dtype) for at, start, stop in pieces]
-    targets = [parts(work), *(parts(tensors) for tensors in lists[3:])]
-    if len(pieces) == 1:
-        W, *moments = (target[0] for target in targets)
-        update_(W, grads[0], Moments(*moments), settings)
-        return
-    joined = [torch.cat(target) for target in targets]
-    update_(joined[0], torch.cat(grads), Moments(*joined[1:]), settings)
-    sizes = [piece.stop - piece.start for piece in pieces]
-    for target, whole in zip(targets, joined, strict=True):
-        torch._foreach_copy_(target, torch.split(whole, sizes))
+
+def _scatter_(stack: Sequence[Tensor], pieces: list[Piece], batch: Tensor) -> None:
+    """Write a batch back that `_gather` copied."""
+    if len(pieces) > 1:
+        parts = torch.split(batch, [stop - start for _, start, stop in pieces])
+        torch._foreach_copy_([stack[at][start:stop] for at, start, stop in pieces], parts)

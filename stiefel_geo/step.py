@@ -18,13 +18,13 @@ values neither overflow nor underflow.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import stiefel
 from .retraction import retract
 
 # A tangent part below NOISE·eps·‖G‖ is the rounding error of the projection, not a direction.
@@ -33,14 +33,21 @@ NOISE = 16.0
 SAFE_NORMS = (1e-16, 1e16)
 
 
-class Moments(NamedTuple):
-    """State of n frames; updated in place."""
+class Batch(NamedTuple):
+    """n ≥ 1 frames with their gradients and momentum, contiguous (n, d, r) of one dtype, float32 or float64."""
 
-    exp_avg: Tensor  # (n, d, r) tangent momentum m
-    exp_avg_sq: Tensor  # (n,) float64, v
-    step: Tensor  # (n,) float32, steps taken: a skipped step does not count
-    skipped: Tensor  # (n,) int64, steps skipped for a gradient that was not finite
-    capped: Tensor  # (n,) int64, steps that the trust region shortened
+    W: Tensor
+    G: Tensor  # read only
+    m: Tensor
+
+
+class Scalars(NamedTuple):
+    """What the state keeps of each frame besides its momentum, (N,) for all batches in order; updated in place."""
+
+    exp_avg_sq: Tensor  # float64, v
+    step: Tensor  # float32, t: a skipped step does not count
+    skipped: Tensor  # int64, steps skipped because the gradient was not finite
+    capped: Tensor  # int64, steps that the trust region shortened
 
 
 class Settings(NamedTuple):
@@ -53,27 +60,127 @@ class Settings(NamedTuple):
     maximize: bool = False
 
 
+def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> None:
+    """One step of all frames of equal (d, r), in place.
+
+    A frame whose gradient is not finite stays as it was, state included, and is counted.
+    """
+    workspace = torch.empty_like(max((batch.W for batch in batches), key=len))
+    sizes = [advance_momentum_(batch, settings.beta1, workspace[: len(batch.W)]) for batch in batches]
+    g_sq, G_sq, m_sq = torch.cat(sizes, dim=1)
+    _, d, r = workspace.shape
+
+    floor_sq = (NOISE * torch.finfo(workspace.dtype).eps) ** 2 * G_sq
+    finite = advance_second_moment_(scalars, torch.where(g_sq <= floor_sq, 0.0, g_sq) / (d * r), settings)
+    factor = step_factor(scalars, settings)
+    factor = torch.where(finite & (m_sq > floor_sq) & (scalars.exp_avg_sq > 0), factor, 0.0)
+    factor, length = cap_(scalars, factor, factor * m_sq.sqrt(), settings.trust_radius)
+
+    bound = longest_step(length, d * r, settings)
+    sign = 1.0 if settings.maximize else -1.0
+    factors = torch.split(sign * factor, [len(batch.W) for batch in batches])
+    for batch, part in zip(batches, factors, strict=True):
+        move_(batch, part, bound, workspace[: len(batch.W)])
+
+
+def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
+    """m ← P_W(β₁ m + (1−β₁) g) in place, with U as workspace; returns ‖g‖², ‖G‖² and ‖m‖² as (3, n) float64.
+
+    P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
+    product with W serves the gradient and the transport. The tangent g and the normal θ·W·sym(Wᵀm) are orthogonal,
+    so Pythagoras gives ‖g‖² from ‖U‖², and ‖G‖² from ‖g‖². The subtraction loses nothing that v could see:
+    sym(Wᵀm) is of the order of the last step times m, and v remembers the gradients that m is made of.
+    """
+    W, G, m = batch
+    theta = beta1 / (1 - beta1)
+    A, B = torch.bmm(W.mT, G), torch.bmm(W.mT, m)
+    A, B = A + A.mT, B + B.mT  # twice the symmetric parts
+    torch.baddbmm(G, W, torch.add(A, B, alpha=theta), alpha=-0.5, out=U)
+    normal, transport, tangent = norms(A, B, U).square()
+    g_sq = (tangent - transport * (theta / 2) ** 2).clamp(min=0)
+    finite = torch.isfinite(tangent)
+    if not (_reads_are_free(U) and bool(finite.all())):
+        U.masked_fill_(~finite[:, None, None], 0)
+    m.lerp_(U, finite.to(U.dtype)[:, None, None] * (1 - beta1))
+    return torch.stack([g_sq, g_sq + normal / 4, norms(m)[0].square()])
+
+
+def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, settings: Settings) -> Tensor:
+    """v ← β₂ v + (1−β₂) ‖g‖²/(d·r) and t ← t + 1 for the frames whose gradient is finite; returns which are."""
+    finite = torch.isfinite(mean_sq)
+    mean_sq = torch.where(finite, mean_sq, 0.0)
+    scalars.exp_avg_sq.lerp_(mean_sq, finite.double() * (1 - settings.beta2))
+    scalars.step.add_(finite)
+    scalars.skipped.add_(~finite)
+    return finite
+
+
+def step_factor(scalars: Scalars, settings: Settings) -> Tensor:
+    """a = lr/((1−β₁ᵗ)·√v̂), so that ξ = −a·m; not finite where v or t is 0."""
+    t = scalars.step.double()
+    v_hat = scalars.exp_avg_sq / (1 - settings.beta2**t)
+    factor: Tensor = settings.lr / ((1 - settings.beta1**t) * v_hat.sqrt())
+    return factor
+
+
+def cap_(scalars: Scalars, factor: Tensor, length: Tensor, trust_radius: float) -> tuple[Tensor, Tensor]:
+    """Shorten steps longer than Δ to Δ, and count them: the new factor and length."""
+    too_long = length > trust_radius
+    scalars.capped.add_(too_long)
+    return torch.where(too_long, factor * (trust_radius / length), factor), length.clamp(max=trust_radius)
+
+
+def longest_step(length: Tensor, numel: int, settings: Settings) -> float:
+    """A bound on every ‖ξ‖_F known on the host, rounded up to a power of two so that few plans occur.
+
+    Where reading is free it is the longest step itself. Otherwise it is Δ, or without a trust region the
+    longest step that lr allows.
+    """
+    if _reads_are_free(length):
+        bound = float(length.max())
+    elif math.isfinite(settings.trust_radius):
+        bound = settings.trust_radius
+    else:
+        bound = float(settings.lr) * largest_ratio(settings.beta1, settings.beta2) * math.sqrt(numel)
+    return 2.0 ** math.ceil(math.log2(max(bound, 2**-7)))
+
+
+def move_(batch: Batch, factor: Tensor, bound: float, Y: Tensor) -> None:
+    """W ← polar factor of W + ξ, ξ = factor·m (n,), in place; frames at rest keep their bits. Y is workspace."""
+    W, _, m = batch
+    largest = torch.finfo(W.dtype).max
+    scale = factor.clamp(-largest, largest).to(W.dtype)
+    torch.addcmul(W, m, scale[:, None, None], out=Y)
+    retract(Y, bound, moved=scale != 0, out=W)
+
+
 def _reads_are_free(X: Tensor) -> bool:
     """Whether Python may look at values without waiting for a device or breaking a graph."""
     return X.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def norm(X: Tensor) -> Tensor:
-    """‖X‖_F of each matrix (n, d, r), float64 (n,), for entries from 1e-37 to 1e37."""
-    flat = X.flatten(1)
-    size: Tensor
-    if X.dtype == torch.float64 or not _reads_are_free(X):
-        size = torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
-        return size
-    size = torch.linalg.vector_norm(flat, dim=1)
+def norms(*matrices: Tensor) -> Tensor:
+    """Frobenius norms of stacks of matrices (n, ·, ·) as rows (k, n) in float64, for entries from 1e-37 to 1e37.
+
+    The last stack's norms are right to rounding even where the squares of its entries underflow; those of the
+    others only need to be right beside it.
+    """
+    if matrices[-1].dtype == torch.float64 or not _reads_are_free(matrices[-1]):
+        wide = [torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in matrices]
+        return torch.stack(wide)
+    sizes = torch.stack([torch.linalg.vector_norm(X, dim=(1, 2)) for X in matrices])
     smallest, largest = SAFE_NORMS
-    if bool(((size > smallest) & (size < largest)).all()):
-        return size.double()
-    # On the CPU a float64 accumulation is slow; scaling by a power of two is exact, and as good.
+    if float(sizes[-1].min()) > smallest and float(sizes.max()) < largest:
+        return sizes.double()
+    return torch.stack([_scaled_norm(X) for X in matrices])
+
+
+def _scaled_norm(X: Tensor) -> Tensor:
+    """Norms through division by a power of two, which is exact; on a CPU faster than sums in float64."""
+    flat = X.flatten(1)
     peak = torch.maximum(flat.amax(1), -flat.amin(1)).double()
-    unit = torch.where(peak > 0, torch.exp2(torch.floor(torch.log2(peak))), 1.0)
-    scaled = flat * (1 / unit).to(X.dtype)[:, None]
-    size = torch.linalg.vector_norm(scaled, dim=1)
+    unit = torch.where((peak > 0) & torch.isfinite(peak), torch.exp2(torch.floor(torch.log2(peak))), 1.0)
+    size: Tensor = torch.linalg.vector_norm(flat * (1 / unit).to(X.dtype)[:, None], dim=1)
     return size.double() * unit
 
 
@@ -95,82 +202,3 @@ def largest_ratio(beta1: float, beta2: float) -> float:
         for t in range(1, 2000)
     )
     return max(limit, *ratios)
-
-
-def project(W: Tensor, G: Tensor, m: Tensor, beta1: float) -> tuple[Tensor, Tensor, Tensor]:
-    """U with m ← m + (1−β₁)(U − m) as the new momentum, ‖g‖² and ‖G‖² (n,) in float64.
-
-    P_W is linear, so P_W(β₁ m + (1−β₁) G) = β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and
-    θ = β₁/(1−β₁): one product with W serves gradient and momentum. The tangent g and the normal θ·W·sym(Wᵀm)
-    are orthogonal, so Pythagoras gives ‖g‖² from ‖U‖², and ‖G‖² from ‖g‖². The subtraction loses nothing that v
-    could see: sym(Wᵀm) is of the order of the last step times m, and v remembers the gradients that m is made of.
-    """
-    A = stiefel.sym(stiefel.cross(W, G))
-    B = stiefel.sym(stiefel.cross(W, m)).mul_(beta1 / (1 - beta1))
-    normal_sq, transport_sq = norm(A).square(), norm(B).square()
-    U = torch.baddbmm(G, W, A.add_(B), alpha=-1)
-    g_sq = (norm(U).square() - transport_sq).clamp(min=0)
-    return U, g_sq, g_sq + normal_sq
-
-
-def accumulate_(state: Moments, U: Tensor, g_sq: Tensor, settings: Settings) -> Tensor:
-    """Update m, v and t in place; frames with a gradient that is not finite keep all three. Returns who stepped."""
-    finite = torch.isfinite(g_sq)
-    if not (_reads_are_free(U) and bool(finite.all())):
-        U.masked_fill_(~finite[:, None, None], 0)
-        g_sq = g_sq.masked_fill(~finite, 0)
-    state.exp_avg.lerp_(U, finite.to(U.dtype)[:, None, None] * (1 - settings.beta1))
-    mean_sq = g_sq / (U.shape[1] * U.shape[2])
-    state.exp_avg_sq.lerp_(mean_sq, finite.double() * (1 - settings.beta2))
-    state.step.add_(finite)
-    state.skipped.add_(~finite)
-    return finite
-
-
-def step_sizes(state: Moments, size_m: Tensor, active: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Factor a with ξ = −a·m and length ‖ξ‖_F, both (n,) float64; zero for frames that are not `active`."""
-    t = state.step.double()
-    v_hat = state.exp_avg_sq / (1 - settings.beta2**t)
-    factor = settings.lr / ((1 - settings.beta1**t) * v_hat.sqrt())
-    factor = torch.where(active & (state.exp_avg_sq > 0), factor, 0.0)
-    return factor, factor * size_m
-
-
-def cap(factor: Tensor, length: Tensor, trust_radius: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Shorten steps longer than Δ to Δ: the new factor and length, and which were shortened."""
-    too_long = length > trust_radius
-    factor = torch.where(too_long, factor * (trust_radius / length), factor)
-    return factor, length.clamp(max=trust_radius), too_long
-
-
-def longest_step(length: Tensor, numel: int, settings: Settings) -> float:
-    """A bound on every ‖ξ‖_F known on the host, rounded up to a power of two so that few plans occur.
-
-    Where reading is free it is the longest step itself. Otherwise it is Δ, or without a trust region the
-    longest step that lr allows.
-    """
-    if _reads_are_free(length):
-        bound = float(length.max())
-    elif math.isfinite(settings.trust_radius):
-        bound = settings.trust_radius
-    else:
-        bound = float(settings.lr) * largest_ratio(settings.beta1, settings.beta2) * math.sqrt(numel)
-    return 2.0 ** math.ceil(math.log2(max(bound, 2**-7)))
-
-
-def update_(W: Tensor, G: Tensor, state: Moments, settings: Settings) -> None:
-    """One step of n ≥ 1 frames, in place. W, G and m are contiguous (n, d, r) of one dtype, float32 or float64.
-
-    G is read only. A frame whose gradient is not finite stays as it was, state included.
-    """
-    U, g_sq, G_sq = project(W, G, state.exp_avg, settings.beta1)
-    floor_sq = (NOISE * torch.finfo(W.dtype).eps) ** 2 * G_sq
-    finite = accumulate_(state, U, torch.where(g_sq <= floor_sq, 0.0, g_sq), settings)
-    size_m = norm(state.exp_avg)
-    factor, length = step_sizes(state, size_m, finite & (size_m.square() > floor_sq), settings)
-    factor, length, too_long = cap(factor, length, settings.trust_radius)
-    state.capped.add_(too_long)
-    sign = 1.0 if settings.maximize else -1.0
-    scale = (sign * factor).clamp(min=-torch.finfo(W.dtype).max, max=torch.finfo(W.dtype).max)
-    Y = torch.addcmul(W, state.exp_avg, scale.to(W.dtype)[:, None, None], out=U)
-    retract(Y, longest_step(length, W[0].numel(), settings), moved=length > 0, out=W)
