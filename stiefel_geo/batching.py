@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from .precision import full_precision
+from .sharding import like, local
 from .step import Batch, Scalars, Settings, update_
 
 # Bytes of W in a batch: on a CPU what the caches hold, on an accelerator enough to keep it busy.
 CPU_BATCH_BYTES = 5 << 20
 DEVICE_BATCH_BYTES = 1 << 30
+# On a CPU only parameters up to this size are joined: for larger ones the copies cost more than the calls.
+CPU_JOIN_BYTES = 64 << 10
 
 
 class FrameLists(NamedTuple):
@@ -34,7 +37,7 @@ class FrameLists(NamedTuple):
         assert p.grad is not None
         entries = (p, p.grad, state.get("master", p), *(state[key] for key in keys))
         for target, entry in zip(self, entries, strict=True):
-            target.append(entry)
+            target.append(local(entry))
 
 
 class Piece(NamedTuple):
@@ -51,7 +54,8 @@ def is_half(p: Tensor) -> bool:
 
 
 def new_state(p: Tensor) -> dict[str, Tensor]:
-    """State of the frames of `p` before their first step."""
+    """State of the frames of `p` before their first step, sharded as `p` is."""
+    whole, p = p, local(p)
     d, r = p.shape[-2:]
     n = math.prod(p.shape[:-2])
     dtype = torch.float32 if is_half(p) else p.dtype
@@ -68,7 +72,7 @@ def new_state(p: Tensor) -> dict[str, Tensor]:
     }
     if is_half(p):
         state["master"] = p.detach().to(torch.float32, memory_format=torch.contiguous_format)
-    return state
+    return {key: like(whole, value) for key, value in state.items()}
 
 
 def step_(lists: FrameLists, settings: Settings, *, join: bool) -> None:
@@ -103,8 +107,9 @@ def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
 def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
     """Step parameters of equal (d, r): their frames in batches, their scalars all at once."""
     W = work[alike[0]]
-    limit = CPU_BATCH_BYTES if W.device.type == "cpu" else DEVICE_BATCH_BYTES
-    groups = _pieces([len(work[at]) for at in alike], max(1, limit // (W[0].numel() * W.element_size())))
+    on_cpu, frame_bytes = W.device.type == "cpu", W[0].numel() * W.element_size()
+    most = max(1, (CPU_BATCH_BYTES if on_cpu else DEVICE_BATCH_BYTES) // frame_bytes)
+    groups = _pieces([len(work[at]) for at in alike], most, CPU_JOIN_BYTES // frame_bytes if on_cpu else most)
     grads = [_frames(lists.grads[at]).to(W.dtype) for at in alike]
     stacks = [work[at] for at in alike], grads, [lists.exp_avgs[at] for at in alike]
     batches = [Batch(*(_gather(stack, pieces) for stack in stacks)) for pieces in groups]
@@ -119,22 +124,19 @@ def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, se
         _scatter_(stacks[2], pieces, batch.m)
 
 
-def _pieces(sizes: list[int], most: int) -> list[list[Piece]]:
-    """Cut parameters of `sizes` frames into batches of about `most` frames, in order.
-
-    Only parameters smaller than a quarter of a batch are joined, since joining costs a copy there and back.
-    """
+def _pieces(sizes: list[int], most: int, joined: int) -> list[list[Piece]]:
+    """Cut parameters of `sizes` frames into batches of at most `most`, in order, joining those of up to `joined`."""
     groups: list[list[Piece]] = []
-    open_frames = most  # frames in the last group, `most` when nothing may join it
+    room = 0  # frames that still fit the last group
     for at, n in enumerate(sizes):
-        parts = math.ceil(n / most)
-        if n * 4 <= most and open_frames + n <= most:
+        if n <= min(joined, room):
             groups[-1].append(Piece(at, 0, n))
-            open_frames += n
+            room -= n
             continue
+        parts = math.ceil(n / most)
         edges = [n * part // parts for part in range(parts + 1)]
         groups.extend([Piece(at, start, stop)] for start, stop in itertools.pairwise(edges))
-        open_frames = n if n * 4 <= most else most
+        room = most - n if n <= joined else 0
     return groups
 
 

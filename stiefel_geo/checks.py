@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .manifold import PolarStiefel
+from .sharding import check_whole_frames, local
 from .stiefel import defect
 
 # The largest defect ‖WᵀW − I‖_F/√r of a frame that counts as on the manifold, by how it is stored.
@@ -15,9 +16,16 @@ DEFECT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-
 
 
 def is_frame(p: Tensor) -> bool:
-    """Whether `p` steps as a batch of frames: a ManifoldParameter on St(d, r) with the embedded metric."""
-    manifolds = (PolarStiefel, geoopt.EuclideanStiefel)
-    return isinstance(p, geoopt.ManifoldParameter) and type(p.manifold) in manifolds
+    """Whether `p` steps as a batch of frames: a ManifoldParameter on St(d, r) with the embedded metric.
+
+    FSDP2 makes other parameters of it, to which `FrameRows` gives the attribute `manifold` again.
+    """
+    return type(getattr(p, "manifold", None)) in (PolarStiefel, geoopt.EuclideanStiefel)
+
+
+def is_core(p: Tensor) -> bool:
+    """Whether `p` is the trained core of a patched projection, which is never decayed."""
+    return getattr(p, "_stiefel_geo_core", False)
 
 
 def is_other_point(p: Tensor) -> bool:
@@ -55,18 +63,32 @@ def check_parameter(p: Tensor) -> None:
             f"rule: parameters are real; found {p.dtype} of shape {tuple(p.shape)}; pass torch.view_as_real of it"
         )
     check_live(p)
-    if is_frame(p) and not p.is_meta and p.numel():
+    if is_frame(p) or any(".frames" in name for name in getattr(p, "_fqns", ())):
+        check_whole_frames(p)
+    if is_frame(p) and not p.is_meta and local(p).numel():
         check_on_manifold(p)
 
 
 def check_on_manifold(p: Tensor) -> None:
     """Raise ValueError when a frame's columns are not orthonormal to the precision of its type."""
-    worst = float(defect(p).max()) / math.sqrt(p.shape[-1])
+    worst = float(defect(local(p)).max()) / math.sqrt(p.shape[-1])
     tolerance = DEFECT_TOLERANCE[p.dtype]
     if not worst <= tolerance:
         raise ValueError(
             f"rule: a frame of {p.dtype} has ‖WᵀW − I‖_F/√r ≤ {tolerance}; found {worst:.2g} in a parameter of "
             f"shape {tuple(p.shape)}; project it first: p.data.copy_(p.manifold.projx(p.data))"
+        )
+
+
+def check_lr_scales(groups: list[dict[str, Any]]) -> None:
+    """Raise RuntimeError where groups have several `lr_scale` and yet one lr: nothing has applied the scales."""
+    scaled = [group for group in groups if "lr_scale" in group]
+    scales, lrs = ({float(group[key]) for group in scaled} for key in ("lr_scale", "lr"))
+    if len(scales) > 1 and len(lrs) == 1 and lrs != {0.0}:
+        raise RuntimeError(
+            f"rule: a scheduler or the loop multiplies lr by each group's lr_scale; found lr = {lrs.pop()} in all "
+            f"groups with {len(scales)} different lr_scale; build one of timm's schedulers, or call "
+            "stiefel_geo.groups.scale_lr_(optimizer) once, before the first step"
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import stiefel
 from .layouts import Rows
 from .manifold import PolarStiefel
+from .sharding import is_sharded
 
 NEAR_SINGULAR = 1e-6  # σ_r/σ_1 of W_Q W_Kᵀ below which √Σ and the bias transform lose digits: polar instead
 
@@ -153,7 +154,7 @@ class FrameRows(nn.Module):
         if self.core_mode == "freeze":
             self.register_buffer(name, value)
         else:
-            self.register_parameter(name, nn.Parameter(value, requires_grad))
+            setattr(self, name, nn.Parameter(value, requires_grad))
 
     def update(self, frames: Sequence[Tensor], cores: Sequence[Tensor], weight: Tensor) -> None:
         """Take another weight into the same parameters, which an optimizer may hold already."""
@@ -221,8 +222,23 @@ class FrameRows(nn.Module):
     def _rewrap(self) -> None:
         """Frames stay ManifoldParameters where PyTorch puts plain ones: to_empty, load_state_dict(assign=True)."""
         for name, value in self.named_frames():
-            if not isinstance(value, geoopt.ManifoldParameter):
+            if not isinstance(value, geoopt.ManifoldParameter) and not is_sharded(value):
                 self._parameters[name] = as_frames(value, value.requires_grad)
+        for name, value in [*self.named_frames(), *self.named_cores()]:
+            self._mark(name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As always; FSDP2 puts its sharded parameters in by this, since it is overridden."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self._mark(name, value)
+
+    def _mark(self, name: str, value: Any) -> None:
+        """Tell the optimizer what a parameter's class does not: FSDP2's are plain, and cores are never decayed."""
+        if name in self._names("core"):
+            value._stiefel_geo_core = True
+        elif name in self._names("frames") and not isinstance(value, geoopt.ManifoldParameter):
+            value.manifold = PolarStiefel()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         probe = torch.empty(0, dtype=self.dtype, device=self.named_frames()[0][1].device)
@@ -249,6 +265,7 @@ class FrameRows(nn.Module):
         replica = self.__new__(type(self))
         memo[id(self)] = replica
         replica.__dict__ = copy.deepcopy(self.__dict__ | {"_written": None}, memo)
+        replica._rewrap()
         return replica
 
     def extra_repr(self) -> str:

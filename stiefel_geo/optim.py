@@ -15,14 +15,17 @@ from .checks import (
     check_devices,
     check_gradient,
     check_live,
+    check_lr_scales,
     check_parameter,
     check_settings,
+    is_core,
     is_frame,
     is_other_point,
 )
 from .step import Settings
 
-# What `_init_group` sorts parameters into: the lists of batching.FrameLists, and those of torch's adamw.
+# What `_init_group` sorts parameters into: the lists of batching.FrameLists, and those of torch's adamw, twice:
+# for the cores of patched projections, which are never decayed, and for all else.
 FRAME_LISTS = len(batching.FrameLists._fields)
 PLAIN_LISTS = 5
 
@@ -38,7 +41,8 @@ class ScaleFreeRiemannianAdam(Optimizer):
         W ← (W+ξ)((W+ξ)ᵀ(W+ξ))^{−1/2}
 
     The path of a frame does not depend on the scale of its gradients, rotates with them (O(d) × O(r)), and
-    ignores weight decay, which has no tangent part. Every other parameter follows `torch.optim.AdamW` exactly;
+    ignores weight decay, which has no tangent part. Every other parameter follows `torch.optim.AdamW` exactly (the
+    cores of patched projections with decay 0: decay would switch the attention off);
     a `ManifoldParameter` on another manifold follows the same rule through that manifold's own operations.
 
     Args:
@@ -127,13 +131,16 @@ class ScaleFreeRiemannianAdam(Optimizer):
         for group in self.param_groups:
             points: list[Tensor] = []
             frames: list[list[Tensor]] = [[] for _ in range(FRAME_LISTS)]
+            cores: list[list[Tensor]] = [[] for _ in range(PLAIN_LISTS)]
             plain: list[list[Tensor]] = [[] for _ in range(PLAIN_LISTS)]
-            self._init_group(group, torch.compiler.is_compiling(), points, *frames, *plain)
+            self._init_group(group, torch.compiler.is_compiling(), points, *frames, *cores, *plain)
             if frames[0]:
                 join = group["foreach"] is not False
                 batching.step_(batching.FrameLists(*frames), _settings(group), join=join)
             for p in points:
                 riemannian.step_(p, self.state[p], _settings(group))
+            if cores[0]:
+                _step_plain({**group, "weight_decay": 0.0}, *cores)
             if plain[0]:
                 _step_plain(group, *plain)
         return loss
@@ -145,7 +152,10 @@ class ScaleFreeRiemannianAdam(Optimizer):
         """
         if compiling:
             check_compilable(group)
-        frames, plain = batching.FrameLists(*lists[:FRAME_LISTS]), lists[FRAME_LISTS:]
+        if not self.state:
+            check_lr_scales(self.param_groups)
+        frames, cores = batching.FrameLists(*lists[:FRAME_LISTS]), lists[FRAME_LISTS:-PLAIN_LISTS]
+        plain = lists[-PLAIN_LISTS:]
         for p in group["params"]:
             check_live(p)
             if p.grad is None:
@@ -161,7 +171,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
                 points.append(p)
             else:
                 entries = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
-                for target, entry in zip(plain, entries, strict=True):
+                for target, entry in zip(cores if is_core(p) else plain, entries, strict=True):
                     target.append(entry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
