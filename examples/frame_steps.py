@@ -134,7 +134,7 @@ def optimizers(arm: str, frames: list[nn.Parameter], others: list[nn.Parameter],
     matrices = [p for p in others if p.ndim == 2] + (frames if arm in PLAIN else [])
     vectors = [p for p in others if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    result: list[Optimizer] = [AdamW(groups, lr=lr, betas=BETAS)]
+    result: list[Optimizer] = [AdamW(groups, lr=lr, betas=BETAS, fused=True)]
     build = ON_MANIFOLD.get(arm)
     if build is not None:
         result.append(build(frames, lr))

@@ -14,7 +14,7 @@ PAIRS = {"adamw": 12, "scale_free": 12}  # seeds of an arm; OTHER_PAIRS for the 
 OTHER_PAIRS = 5
 FIRST_GRID_SEED = 100  # no other stage uses seeds from here on; the arms of PAIRS get two, the others one
 DECAYS = (0.05, 1.0, 0.0, 0.3)  # in the order in which they run
-SIZES = (500, 2000, 8000)
+SIZES = (1000, 4000, 16000)
 SWEEP_SEEDS = 3
 LONGER = 4  # the stage `length` trains this many times as many steps
 
@@ -22,7 +22,7 @@ LONGER = 4  # the stage `length` trains this many times as many steps
 def base(args: argparse.Namespace) -> dict[str, Any]:
     """What every run of a command has in common."""
     return {
-        "experiment": "patches", "data": Path(args.data).name, "mirror": args.data != "digits",
+        "experiment": "patches", "data": Path(args.data).name, "mirror": args.data != "digits", "side": args.side,
         "images": args.images, "steps": args.steps, "batch": args.batch_size, "decay": args.weight_decay,
         "width": args.width, "depth": args.depth, "heads": args.heads,
     }  # fmt: skip

@@ -19,10 +19,11 @@ LOOK_EVERY = 10  # steps between two looks at how far the frames move
 
 
 class Split:
-    """Normalised images of one run on its device."""
+    """Normalised images of one run on its device, reduced to side × side pixels by averaging."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, device: str) -> None:
-        self.images = (pixels.to(device).float() / 127.5 - 1).contiguous()
+    def __init__(self, pixels: Tensor, labels: Tensor, side: int, device: str) -> None:
+        reduced = F.adaptive_avg_pool2d(pixels.to(device).float(), side)
+        self.images = (reduced / 127.5 - 1).contiguous()
         self.labels = labels.to(device)
 
 
@@ -36,9 +37,9 @@ def splits(pixels: dict[str, Tensor], config: Config, device: str) -> tuple[Spli
     test = torch.randperm(len(pixels["test"]), generator=torch.Generator().manual_seed(0))[:TEST]
     train, labels = pixels["train"], pixels["train_labels"]
     return (
-        Split(train[chosen], labels[chosen], device),
-        Split(train[validation], labels[validation], device),
-        Split(pixels["test"][test], pixels["test_labels"][test], device),
+        Split(train[chosen], labels[chosen], config["side"], device),
+        Split(train[validation], labels[validation], config["side"], device),
+        Split(pixels["test"][test], pixels["test_labels"][test], config["side"], device),
     )
 
 
@@ -87,12 +88,11 @@ class Looks:
         return float(np.median(self.moved)) if self.moved else None
 
 
-def build(config: Config, side: int, device: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def build(config: Config, device: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     """The pair's common start, with the frames as the arm wants them, and the arm's optimizers."""
     torch.manual_seed(config["seed"])
-    model = PatchTransformer(
-        side, 10, config["width"], config["depth"], config["heads"], config["width"] // config["heads"]
-    )
+    r = config["width"] // config["heads"]
+    model = PatchTransformer(config["side"], 10, config["width"], config["depth"], config["heads"], r)
     replace_frames(model, as_arm(config["arm"], frames(model), config["seed"]))
     model.to(device)
     return model, optimizers(config["arm"], frames(model), others(model), config["lr"], config["decay"])
@@ -136,7 +136,7 @@ def travelled(start: list[Tensor], end: list[nn.Parameter]) -> float:
 def run(config: Config, pixels: dict[str, Tensor], device: str) -> Record:
     """One run, from its config to its record."""
     data, validation, test = splits(pixels, config, device)
-    model, opts = build(config, pixels["train"].shape[-1], device)
+    model, opts = build(config, device)
     start = [frame.detach().clone() for frame in frames(model)]
     rows = train(model, opts, data, config)
     capped = [state["capped"] for opt in opts for state in opt.state.values() if "capped" in state]
