@@ -87,32 +87,36 @@ def _fitted_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
     return tuple(plan)
 
 
-def _combine(terms: tuple[float, ...], powers: list[Tensor]) -> Tensor:
-    """c_0 I + c_1 Z + c_2 Z² + …, shapes (..., r, r)."""
-    total = powers[0] * terms[1]
-    for coefficient, power in zip(terms[2:], powers[1:], strict=False):
-        total.add_(power, alpha=coefficient)
-    total.diagonal(dim1=-2, dim2=-1).add_(terms[0])
-    return total
-
-
 def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
-    """p(D) for symmetric D (n, r, r), in 0 to 4 products of r×r matrices (Paterson–Stockmeyer)."""
-    center, halfwidth, coefficients = polynomial
+    """p(D) for symmetric D (n, r, r), in 0 to 4 products of r×r matrices (Paterson–Stockmeyer).
+
+    Horner's scheme in Z^s, p = (c_0 + … ) + Z^s·((c_s + …) + Z^s·(…)), with s = 2 up to degree 4 and 3 above.
+    The innermost block holds s + 1 terms.
+    """
+    center, halfwidth, c = polynomial
     Z = D / halfwidth
-    Z.diagonal(dim1=-2, dim2=-1).sub_(center / halfwidth)
-    degree = len(coefficients) - 1
-    size = min(degree, 2 if degree <= 4 else 3)
+    _diagonal(Z).sub_(center / halfwidth)
+    degree = len(c) - 1
+    s = min(degree, 2 if degree <= 4 else 3)
     powers = [Z]
-    while len(powers) < size:
+    while len(powers) < s:
         powers.append(torch.bmm(powers[-1], Z))
-    # The last block keeps its top coefficient c_{k+size}, so it holds size + 1 terms.
-    start = degree - size
-    result = _combine(coefficients[start:], powers)
-    while start > 0:
-        start -= size
-        result = torch.baddbmm(_combine(coefficients[start : start + size], powers), powers[-1], result)
+    k = degree - s
+    result = powers[0] * c[k + 1]
+    for j in range(1, s):
+        result.add_(powers[j], alpha=c[k + j + 1])
+    _diagonal(result).add_(c[k])
+    while k > 0:
+        k -= s
+        result = torch.baddbmm(Z, powers[-1], result, beta=c[k + 1])
+        for j in range(1, s - 1):
+            result.add_(powers[j], alpha=c[k + j + 1])
+        _diagonal(result).add_(c[k])
     return result
+
+
+def _diagonal(A: Tensor) -> Tensor:
+    return A.diagonal(dim1=-2, dim2=-1)
 
 
 def retract(Y: Tensor, bound: float, *, moved: Tensor | None = None, out: Tensor | None = None) -> Tensor:

@@ -77,10 +77,11 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
     factor, length = cap_(scalars, factor, factor * m_sq.sqrt(), settings.trust_radius)
 
     bound = longest_step(length, d * r, settings)
-    sign = 1.0 if settings.maximize else -1.0
-    factors = torch.split(sign * factor, [len(batch.W) for batch in batches])
-    for batch, part in zip(batches, factors, strict=True):
-        move_(batch, part, bound, workspace[: len(batch.W)])
+    largest = torch.finfo(workspace.dtype).max
+    scale = (factor if settings.maximize else -factor).clamp(-largest, largest).to(workspace.dtype)
+    all_move = _reads_are_free(scale) and bool((scale != 0).all())
+    for batch, part in zip(batches, torch.split(scale, [len(batch.W) for batch in batches]), strict=True):
+        move_(batch, part, bound, workspace[: len(batch.W)], all_move=all_move)
 
 
 def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
@@ -92,17 +93,21 @@ def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
     sym(Wᵀm) is of the order of the last step times m, and v remembers the gradients that m is made of.
     """
     W, G, m = batch
-    theta = beta1 / (1 - beta1)
-    A, B = torch.bmm(W.mT, G), torch.bmm(W.mT, m)
-    A, B = A + A.mT, B + B.mT  # twice the symmetric parts
-    torch.baddbmm(G, W, torch.add(A, B, alpha=theta), alpha=-0.5, out=U)
-    normal, transport, tangent = norms(A, B, U).square()
-    g_sq = (tangent - transport * (theta / 2) ** 2).clamp(min=0)
+    n, theta = len(W), beta1 / (1 - beta1)
+    products = W.new_empty(2 * n, W.shape[2], W.shape[2])
+    torch.bmm(W.mT, G, out=products[:n])
+    torch.bmm(W.mT, m, out=products[n:])
+    AB = products + products.mT  # twice the symmetric parts
+    torch.baddbmm(G, W, torch.add(AB[:n], AB[n:], alpha=theta), alpha=-0.5, out=U)
+    normal, transport, tangent = norms(AB, U).square_().view(3, n)
+    g_sq = torch.sub(tangent, transport, alpha=(theta / 2) ** 2).clamp_(min=0)
     finite = torch.isfinite(tangent)
-    if not (_reads_are_free(U) and bool(finite.all())):
+    if _reads_are_free(U) and bool(finite.all()):
+        m.lerp_(U, 1 - beta1)
+    else:
         U.masked_fill_(~finite[:, None, None], 0)
-    m.lerp_(U, finite.to(U.dtype)[:, None, None] * (1 - beta1))
-    return torch.stack([g_sq, g_sq + normal / 4, norms(m)[0].square()])
+        m.lerp_(U, finite.to(U.dtype)[:, None, None] * (1 - beta1))
+    return torch.stack([g_sq, torch.add(g_sq, normal, alpha=0.25), norms(m).square_()])
 
 
 def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, settings: Settings) -> Tensor:
@@ -145,13 +150,10 @@ def longest_step(length: Tensor, numel: int, settings: Settings) -> float:
     return 2.0 ** math.ceil(math.log2(max(bound, 2**-7)))
 
 
-def move_(batch: Batch, factor: Tensor, bound: float, Y: Tensor) -> None:
-    """W ← polar factor of W + ξ, ξ = factor·m (n,), in place; frames at rest keep their bits. Y is workspace."""
-    W, _, m = batch
-    largest = torch.finfo(W.dtype).max
-    scale = factor.clamp(-largest, largest).to(W.dtype)
-    torch.addcmul(W, m, scale[:, None, None], out=Y)
-    retract(Y, bound, moved=scale != 0, out=W)
+def move_(batch: Batch, scale: Tensor, bound: float, Y: Tensor, *, all_move: bool) -> None:
+    """W ← polar factor of W + ξ, ξ = scale·m, scale (n,), in place; frames at rest keep their bits. Y is workspace."""
+    torch.addcmul(batch.W, batch.m, scale[:, None, None], out=Y)
+    retract(Y, bound, moved=None if all_move else scale != 0, out=batch.W)
 
 
 def _reads_are_free(X: Tensor) -> bool:
@@ -159,23 +161,22 @@ def _reads_are_free(X: Tensor) -> bool:
     return X.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def norms(*matrices: Tensor) -> Tensor:
-    """Frobenius norms of stacks of matrices (n, ·, ·) as rows (k, n) in float64, for entries from 1e-37 to 1e37.
+def norms(*stacks: Tensor) -> Tensor:
+    """Frobenius norms of all matrices in stacks (·, ·, ·), one vector in float64, for entries from 1e-37 to 1e37.
 
-    The last stack's norms are right to rounding even where the squares of its entries underflow; those of the
-    others only need to be right beside it.
+    Those of the last stack are right to rounding even where squares underflow; the others are, beside it.
     """
-    if matrices[-1].dtype == torch.float64 or not _reads_are_free(matrices[-1]):
-        wide = [torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in matrices]
-        return torch.stack(wide)
-    sizes = torch.stack([torch.linalg.vector_norm(X, dim=(1, 2)) for X in matrices])
+    last = stacks[-1]
+    if last.dtype == torch.float64 or not _reads_are_free(last):
+        return torch.cat([torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in stacks])
+    sizes = torch.cat([torch.linalg.vector_norm(X, dim=(1, 2)) for X in stacks])
     smallest, largest = SAFE_NORMS
-    if float(sizes[-1].min()) > smallest and float(sizes.max()) < largest:
+    if float(sizes[-len(last) :].min()) > smallest and float(sizes.max()) < largest:
         return sizes.double()
-    return torch.stack([_scaled_norm(X) for X in matrices])
+    return torch.cat([_scaled_norms(X) for X in stacks])
 
 
-def _scaled_norm(X: Tensor) -> Tensor:
+def _scaled_norms(X: Tensor) -> Tensor:
     """Norms through division by a power of two, which is exact; on a CPU faster than sums in float64."""
     flat = X.flatten(1)
     peak = torch.maximum(flat.amax(1), -flat.amin(1)).double()
