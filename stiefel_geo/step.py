@@ -31,6 +31,8 @@ from .retraction import retract
 NOISE = 16.0
 # Frobenius norms within these bounds have float32 squares that neither overflow nor underflow.
 SAFE_NORMS = (1e-16, 1e16)
+# Below it 1/unit would overflow float32: denormal entries are measured in this unit.
+SMALLEST_UNIT = 2.0**-126
 
 
 class Batch(NamedTuple):
@@ -162,7 +164,7 @@ def _reads_are_free(X: Tensor) -> bool:
 
 
 def norms(*stacks: Tensor) -> Tensor:
-    """Frobenius norms of all matrices in stacks (·, ·, ·), one vector in float64, for entries from 1e-37 to 1e37.
+    """Frobenius norms of all matrices in stacks (·, ·, ·), one vector in float64, for entries up to 1e37.
 
     Those of the last stack are right to rounding even where squares underflow; the others are, beside it.
     """
@@ -180,7 +182,8 @@ def _scaled_norms(X: Tensor) -> Tensor:
     """Norms through division by a power of two, which is exact; on a CPU faster than sums in float64."""
     flat = X.flatten(1)
     peak = torch.maximum(flat.amax(1), -flat.amin(1)).double()
-    unit = torch.where((peak > 0) & torch.isfinite(peak), torch.exp2(torch.floor(torch.log2(peak))), 1.0)
+    unit = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=SMALLEST_UNIT)
+    unit = torch.where((peak > 0) & torch.isfinite(peak), unit, 1.0)
     size: Tensor = torch.linalg.vector_norm(flat * (1 / unit).to(X.dtype)[:, None], dim=1)
     return size.double() * unit
 
