@@ -1,13 +1,33 @@
-"""timm's optimizer factory and layer decay."""
+"""timm's optimizer factory and layer decay.
+
+Importing this module registers the optimizer with timm, for `train.py --opt scalefreeradam` and for
+
+    timm.optim.create_optimizer_v2(model, opt="scalefreeradam", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
+
+timm then makes the groups, by names that it takes for the patched model's own: no decay on frames and cores all the
+same, since the optimizer knows them; `stiefel_geo.param_groups` gives the same scales and readable names. timm reads
+names at "_", so "lookahead_scalefreeradam" is timm's Lookahead around it.
+"""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 from timm.models._manipulate import group_with_matcher
+from timm.optim._optim_factory import OptimInfo, default_registry
 from timm.optim._param_groups import auto_group_layers
 from torch import nn
 
 from stiefel_geo.groups import plain_names
+from stiefel_geo.optim import ScaleFreeRiemannianAdam
+
+default_registry.register(
+    OptimInfo(
+        name="scalefreeradam",
+        opt_class=ScaleFreeRiemannianAdam,
+        description="Riemannian Adam with one scalar second moment per frame; AdamW for Euclidean parameters",
+        has_betas=True,
+    )
+)
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:

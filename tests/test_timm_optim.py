@@ -1,0 +1,184 @@
+"""timm's factory, schedulers, averages, scaler, checkpoints and recipe around a patched model."""
+
+import importlib
+import math
+
+import pytest
+import timm
+import torch
+from example_scripts import EXAMPLES
+from timm.models import load_checkpoint, resume_checkpoint
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
+from tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import stiefel_geo
+import stiefel_geo.integrations.timm_optim
+from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo.averaging import project_frames_
+from stiefel_geo.groups import scale_lr_
+from stiefel_geo.patching import cores
+
+DECAY = 0.5
+
+
+def movements(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """‖W_after − W_before‖_F of each block's frames over one step."""
+    before = frame_values(model)
+    train(model, optimizer, range(1))
+    return [float((b - a).norm()) for a, b in zip(before, frame_values(model), strict=True)]
+
+
+def test_the_factory_builds_the_optimizer_by_name():
+    optimizer = create_optimizer_v2(tiny_vit(), opt="scalefreeradam", lr=1e-3, weight_decay=0.05, layer_decay=0.75)
+    assert type(optimizer) is ScaleFreeRiemannianAdam
+    assert optimizer.num_frames == 12
+
+
+def test_layer_decay_of_the_factory_shows_in_the_movement_of_each_block():
+    model = tiny_vit()
+    optimizer = create_optimizer_v2(model, opt="scalefreeradam", lr=1e-3, layer_decay=DECAY)
+    create_scheduler_v2(optimizer, sched="cosine", num_epochs=5)
+    first, second, third = movements(model, optimizer)
+    assert [first / second, second / third] == pytest.approx([DECAY, DECAY], rel=0.05)
+
+
+def test_layer_decay_without_a_scheduler_shows_in_the_movement_of_each_block():
+    model = tiny_vit()
+    optimizer = ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.05, layer_decay=DECAY), lr=1e-3)
+    scale_lr_(optimizer)
+    first, second, third = movements(model, optimizer)
+    assert [first / second, second / third] == pytest.approx([DECAY, DECAY], rel=0.05)
+
+
+def test_layer_scales_that_nothing_applies_are_refused():
+    model = tiny_vit()
+    optimizer = ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.05, layer_decay=DECAY), lr=1e-3)
+    with pytest.raises(RuntimeError, match="different lr_scale; build one of timm's schedulers, or call"):
+        train(model, optimizer, range(1))
+
+
+def test_cores_are_not_decayed_by_the_factory():
+    model = tiny_vit()
+    optimizer = create_optimizer_v2(model, opt="scalefreeradam", lr=1.0, weight_decay=0.5)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = [core.detach().clone() for _, core in cores(model)]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, cores(model), strict=True))
+
+
+def test_other_weights_are_decayed_by_the_factory():
+    model = tiny_vit()
+    optimizer = create_optimizer_v2(model, opt="scalefreeradam", lr=1.0, weight_decay=0.5)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(model.head.weight.detach(), before / 2)
+
+
+@pytest.mark.filterwarnings("ignore:PlateauLRScheduler is deprecated:FutureWarning")  # by timm, and used all the same
+@pytest.mark.parametrize("schedule", ["cosine", "step", "multistep", "plateau", "poly", "tanh"])
+def test_the_movement_of_frames_follows_every_scheduler(schedule):
+    model = tiny_vit(depth=1)
+    optimizer = create_optimizer_v2(model, opt="scalefreeradam", lr=3e-3, betas=(0.0, 0.0))
+    settings = {"decay_epochs": 1, "decay_milestones": (2,), "patience_epochs": 0, "decay_rate": 0.1}
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched=schedule, num_epochs=4, warmup_epochs=1, warmup_lr=1e-4, min_lr=1e-5, **settings
+    )
+    lrs = []
+    for epoch in range(4):
+        lrs.append(optimizer.param_groups[0]["lr"])
+        (moved,) = movements(model, optimizer)
+        assert moved / math.sqrt(4 * 32 * 16) == pytest.approx(lrs[-1], rel=0.01)
+        scheduler.step(epoch + 1, metric=1.0)
+    assert max(lrs) > 2 * min(lrs)
+
+
+def averages(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """timm's EMA and torch's running mean of the model over 20 steps."""
+    ema, mean = ModelEmaV3(model, decay=0.9), AveragedModel(model)
+    optimizer = ScaleFreeRiemannianAdam(model.parameters(), lr=1e-2)
+    train(model, optimizer, range(20), after=lambda: (ema.update(model), mean.update_parameters(model)))
+    return ema, mean
+
+
+def test_averages_leave_the_manifold_and_one_call_puts_them_back():
+    for average in averages(tiny_vit()):
+        defect = largest_defect(average)
+        assert defect > 1e-2
+        assert project_frames_(average) == defect
+        assert largest_defect(average) < 1e-6
+
+
+def test_putting_an_average_back_leaves_the_model_alone():
+    model = tiny_vit()
+    ema, _ = averages(model)
+    before = frame_values(model)
+    project_frames_(ema)
+    assert all(torch.equal(a, b) for a, b in zip(before, frame_values(model), strict=True))
+
+
+def test_the_step_repairs_what_lookahead_averaged():
+    model = tiny_vit()
+    optimizer = create_optimizer_v2(model, opt="lookahead_scalefreeradam", lr=1e-2)
+    train(model, optimizer, range(12))  # the first of its averages, after six steps, is a copy
+    assert largest_defect(model) > 1e-3
+    train(model, optimizer, range(1))
+    assert largest_defect(model) < 1e-5
+
+
+def test_native_scaler_with_clipping_trains_in_float16():
+    model = tiny_vit()
+    optimizer, scaler = create_optimizer_v2(model, opt="scalefreeradam", lr=1e-3), NativeScaler("cpu")
+    before = frame_values(model)
+    for index in range(2):
+        images, labels = batch(index)
+        with torch.autocast("cpu", torch.float16):
+            loss = nn.functional.cross_entropy(model(images).float(), labels)
+        scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+        optimizer.zero_grad()
+    assert all(float((b - a).norm()) > 1e-3 for a, b in zip(before, frame_values(model), strict=True))
+    assert largest_defect(model) < 1e-5
+
+
+def test_a_run_resumed_from_timms_checkpoint_is_bit_equal(tmp_path):
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, ModelEmaV3]:
+        model = tiny_vit()
+        optimizer = create_optimizer_v2(model, opt="scalefreeradam", lr=1e-3, weight_decay=0.05)
+        return model, optimizer, ModelEmaV3(model, decay=0.9)
+
+    model, optimizer, ema = start()
+    train(model, optimizer, range(3), after=lambda: ema.update(model))
+    CheckpointSaver(model, optimizer, model_ema=ema, checkpoint_dir=str(tmp_path)).save_checkpoint(0, metric=1.0)
+    train(model, optimizer, range(3, 6), after=lambda: ema.update(model))
+
+    resumed, again, ema_again = start()
+    last = str(tmp_path / "last.pth.tar")
+    resume_checkpoint(resumed, last, again)
+    load_checkpoint(ema_again.module, last, use_ema=True)
+    train(resumed, again, range(3, 6), after=lambda: ema_again.update(resumed))
+    assert gap(model, resumed) == gap(ema, ema_again) == 0
+
+
+def test_train_timm_is_timms_recipe_in_under_150_lines():
+    assert len((EXAMPLES / "train_timm.py").read_text().splitlines()) < 150
+
+
+def test_train_timm_ends_two_epochs_on_the_manifold(tmp_path, capsys):
+    assert importlib.import_module("train_timm").main(["--smoke", "--amp", "bfloat16", "--out", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert [float(line.rpartition(" ")[2]) < 1e-5 for line in lines] == [True, True]
+
+
+def test_train_timm_without_a_checkpoint_says_so(tmp_path, capsys):
+    assert importlib.import_module("train_timm").main(["--smoke", "--resume", "--out", str(tmp_path)]) == 2
+    assert "--resume needs a checkpoint" in capsys.readouterr().err
+
+
+def test_timm_is_the_version_whose_registry_the_package_uses():
+    assert timm.optim.list_optimizers("scalefree*") == ["scalefreeradam"]
