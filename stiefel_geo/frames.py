@@ -286,4 +286,5 @@ def _head_rows(F: Tensor, C: Tensor | None) -> Tensor:
 
 
 def _watching() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func.grad and its like
+    return not (transformed or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)

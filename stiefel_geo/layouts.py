@@ -6,11 +6,14 @@ Nothing here knows a library. `stiefel_geo.integrations.timm_attention` fills th
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Size = int | str | Callable[[nn.Module], int]  # a number, an attribute's name, or a function of the module
+Order = str | Callable[[Any], str]  # the words of a projection's rows, or a function of the module
+Orders = Mapping[str, Order]
+Size = int | str | Callable[[Any], int]  # a number, an attribute's name, or a function of the module
 
 
 class LayoutError(ValueError):
@@ -91,13 +94,13 @@ class Layout:
     skip          why the class is left alone although it projects queries and keys
     """
 
-    rows: Mapping[str, str | Callable[[nn.Module], str]] = field(default_factory=dict)
+    rows: Orders = field(default_factory=dict)
     heads: Size = "num_heads"
     kv_heads: Size | None = None
     width: Size | None = None
     k_width: Size | None = None
     ahead: Size = 0
-    plain: bool | Callable[[nn.Module], bool] = False
+    plain: bool | Callable[[Any], bool] = False
     biases: Mapping[str, str] = field(default_factory=dict)
     skip: str = ""
 
@@ -121,8 +124,10 @@ class Layout:
         return Rows(groups, runs)
 
     def _widths(self, words: list[str], total: int, heads: Mapping[str, int], module: nn.Module) -> dict[str, int]:
-        equal_parts = total // sum(heads.get(word, 0) for word in words)
-        q = equal_parts if self.width is None else _size(self.width, module)
+        parts = sum(heads.get(word, 0) for word in words)
+        if self.width is None and total % parts:
+            raise LayoutError(f"{total} rows do not divide into {parts} equal heads of {' + '.join(words)}")
+        q = total // parts if self.width is None else _size(self.width, module)
         k = q if self.k_width is None else _size(self.k_width, module)
         return {"q": q, "k": k, "mlp": _size(self.ahead, module)}
 

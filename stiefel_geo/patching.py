@@ -1,5 +1,6 @@
 """patch, unpatch, frames, plain_state_dict: a model's queries and keys on the Stiefel manifold, and back."""
 
+import importlib
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import geoopt
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import rewriting
@@ -105,7 +106,7 @@ def plain_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """The state dict that the unpatched model would have: its keys in its order, frames folded into weights."""
     state, carriers = model.state_dict(), _carriers(model)
     folded = {_plain_key(prefix): carried.assemble().detach() for prefix, carried in carriers.items()}
-    siblings: dict[str, list[str]] = {key.rpartition(".")[0]: [] for key in folded}  # owner → its parameters, as they stood
+    siblings: dict[str, list[str]] = {key.rpartition(".")[0]: [] for key in folded}  # owner → its parameters
     for prefix, carried in carriers.items():
         owner = _plain_key(prefix).rpartition(".")[0]
         siblings[owner] = max(siblings[owner], [_join(owner, name) for name in carried.order], key=len)
@@ -162,8 +163,7 @@ def _check(model: nn.Module, core: str) -> None:
 
 def _survey(model: nn.Module) -> list[_Site]:
     """Every module of a registered class, and every other one whose name says attention."""
-    from .integrations import timm_attention  # noqa: F401  # fills the registry; lazy, as imports go one way
-
+    load_table()
     tied = _tied(model)
     sites = [_site(name, module, tied) for name, module in model.named_modules() if find(module) is not None]
     known = [site.name for site in sites]
@@ -174,6 +174,11 @@ def _survey(model: nn.Module) -> list[_Site]:
             known.append(name)
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return sorted(sites, key=lambda site: order[site.name])
+
+
+def load_table() -> None:
+    """Fill the registry; on first use, as imports go one way and the integrations stand above this file."""
+    importlib.import_module("stiefel_geo.integrations.timm_attention")
 
 
 def _site(name: str, module: nn.Module, tied: set[int]) -> _Site:

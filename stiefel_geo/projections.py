@@ -127,7 +127,7 @@ def _names_frames(module: nn.Module, name: str) -> bool:
     return frame_rows(module, name) is not None
 
 
-def _projection(attention: nn.Module, layout: Layout, row: str, path: str) -> Projection:
+def _projection(attention: nn.Module, layout: Layout, path: str, row: str) -> Projection:
     parent, _, last = path.rpartition(".")
     target = attention.get_submodule(path) if path in dict(attention.named_modules()) else None
     owner, tensor = (attention.get_submodule(parent), last) if target is None else (target, "weight")
@@ -195,8 +195,9 @@ def _polar(stacks: dict[str, Stack]) -> Factors:
     pairs = {path: [polar(stack) for stack in part] for path, part in stacks.items()}
     frames = {path: [F for F, _ in part] for path, part in pairs.items()}
     cores = {path: [C for _, C in part] for path, part in pairs.items()}
-    flat = [(C, torch.eye(C.shape[-1], dtype=C.dtype)) for part in cores.values() for C in part]
-    return Factors("polar", frames, cores, {}, _relative((C - I, C) for C, I in flat))
+    flat = [C for part in cores.values() for C in part]
+    change = _relative((C - torch.eye(C.shape[-1], dtype=C.dtype), C) for C in flat)
+    return Factors("polar", frames, cores, {}, change)
 
 
 def _canonical(plan: Plan, stacks: dict[str, Stack], biases: Mapping[str, Tensor]) -> Factors | None:

@@ -1,0 +1,61 @@
+"""Models that the patch tests share: one small model per form of the projections, and randomised weights."""
+
+from collections.abc import Callable
+
+import torch
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+ROPE = VIT | {"attn_type": "rope", "use_rot_pos_emb": True}
+
+FORMS: dict[str, Callable[[], nn.Module]] = {
+    "fused, bias": lambda: VisionTransformer(**VIT),
+    "fused, no bias": lambda: VisionTransformer(**VIT, qkv_bias=False),
+    "fused, q/k norm": lambda: VisionTransformer(**VIT, qk_norm=True),
+    "rope, fused": lambda: Eva(**ROPE),
+    "rope, separate": lambda: Eva(**ROPE, qkv_fused=False),
+    "rope, separate, shared keys": lambda: Eva(**ROPE, qkv_fused=False, num_kv_heads=1),
+    "rope, q/k norm": lambda: Eva(**ROPE, qk_norm=True),
+    "eva, q_bias and zero k_bias": lambda: Eva(**VIT, use_rot_pos_emb=True),
+    "eva, no bias": lambda: Eva(**VIT, qkv_bias=False),
+    "eva, separate": lambda: Eva(**VIT, qkv_fused=False, use_rot_pos_emb=True),
+}
+
+
+def small_vit(**overrides: object) -> nn.Module:
+    """A VisionTransformer of two blocks with randomised weights, in eval mode."""
+    return randomise_(VisionTransformer(**(VIT | overrides))).eval()
+
+
+@torch.no_grad()
+def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Biases, norms, BatchNorm statistics, tables and zero-initialised weights away from their neutral values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+
+    for parameter in model.parameters():
+        small = parameter.dim() > 1 and parameter.std() < 0.05
+        scale = 0.1 if small else 0.3 if parameter.dim() <= 1 else 0.0
+        parameter.add_(scale * noise(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.add_(0.3 * noise(buffer))
+        elif name.endswith("running_var"):
+            buffer.mul_(0.5 + noise(buffer).square())
+    return model
+
+
+def images(model: nn.Module, batch: int = 2, size: tuple[int, int, int] = (3, 16, 16)) -> Tensor:
+    """Inputs in the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, *size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def relative(value: Tensor, reference: Tensor) -> float:
+    """‖value − reference‖/‖reference‖."""
+    return float((torch.linalg.vector_norm(value - reference) / torch.linalg.vector_norm(reference)).detach())
