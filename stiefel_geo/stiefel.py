@@ -26,10 +26,14 @@ def project(W: Tensor, G: Tensor) -> Tensor:
     return G - W @ sym(W.mT @ G)
 
 
-@lru_cache
+@torch.compiler.assume_constant_result
 def _row_block(d: int) -> int:
-    """The largest divisor of d within BLOCK_ROWS, or d itself."""
-    smallest, largest = BLOCK_ROWS
+    """The largest divisor of d within BLOCK_ROWS, or d itself; a constant to torch.compile."""
+    return _largest_divisor(d, *BLOCK_ROWS)
+
+
+@lru_cache
+def _largest_divisor(d: int, smallest: int, largest: int) -> int:
     return next((rows for rows in range(min(d, largest), smallest - 1, -1) if d % rows == 0), d)
 
 

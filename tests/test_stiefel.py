@@ -1,0 +1,71 @@
+"""The geometry of St(d, r), against its definitions."""
+
+import pytest
+import torch
+from cases import SHAPES
+
+from stiefel_geo import stiefel
+
+
+def draw(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    W = stiefel.random_frame(*shape, dtype=torch.float64, generator=generator)
+    return W, torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_projection_is_tangent(shape: tuple[int, ...]) -> None:
+    W, G = draw(shape)
+    xi = stiefel.project(W, G)
+    assert (W.mT @ xi + xi.mT @ W).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_the_projection_removes_is_normal(shape: tuple[int, ...]) -> None:
+    W, G = draw(shape)
+    xi = stiefel.project(W, torch.randn_like(G))
+    assert ((G - stiefel.project(W, G)) * xi).sum().abs() < 1e-12
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_frames_are_orthonormal(shape: tuple[int, ...]) -> None:
+    W, _ = draw(shape)
+    assert stiefel.defect(W).max() < 1e-13
+    assert stiefel.defect(W).shape == shape[:-2]
+
+
+def test_random_frames_are_uniform() -> None:
+    """Uniform columns have E[W_ij²] = 1/d, E[W_ij⁴] = 3/(d(d+2)) for every entry; a QR with fixed signs has not."""
+    d = 3
+    W = stiefel.random_frame(20_000, d, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert (W.square().mean(0) - 1 / d).abs().max() < 0.01
+    assert (W.pow(4).mean(0) - 3 / (d * (d + 2))).abs().max() < 0.01
+    assert W.mean(0).abs().max() < 0.02
+
+
+def test_defect_is_the_frobenius_distance_of_the_gram_matrix() -> None:
+    W, _ = draw((16, 4))
+    assert stiefel.defect(1.1 * W).item() == pytest.approx(0.21 * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("d", [5, 96, 193, 384, 768])
+def test_blocked_cross_product_is_the_product(d: int) -> None:
+    X, Y = torch.randn(2, 3, d, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert (stiefel.cross(X, Y) - X.mT @ Y).abs().max() < 1e-12
+
+
+def test_blocks_halve_the_error_of_a_gram_matrix_in_float32() -> None:
+    W = stiefel.random_frame(8, 768, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    exact = W.double().mT @ W.double()
+    blocked = torch.linalg.matrix_norm(stiefel.cross(W, W) - exact).max()
+    assert blocked < 1.2e-6
+
+
+def test_polar_factor_is_nearer_than_any_other_frame() -> None:
+    _, Y = draw((10, 3))
+    nearest = stiefel.polar(Y)
+    others = stiefel.random_frame(500, 10, 3, dtype=torch.float64)
+    nearby = stiefel.polar(nearest + 1e-2 * torch.randn(500, 10, 3, dtype=torch.float64))
+    distance = torch.linalg.matrix_norm(Y - nearest)
+    assert torch.linalg.matrix_norm(Y - others).min() > distance
+    assert torch.linalg.matrix_norm(Y - nearby).min() > distance
