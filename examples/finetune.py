@@ -144,7 +144,10 @@ def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int)
     device = torch.device(args.device)
     model = copy.deepcopy(start).to(device)
     if name == "stiefel":
-        print(stiefel_geo.patch(model, core=args.core))
+        try:
+            print(stiefel_geo.patch(model, core=args.core))
+        except ValueError as error:
+            raise BadInput(f"--arm stiefel needs a model that can be patched: {args.model}: {error}") from error
     optimizer = build_optimizer(name, model, args.lr, args.weight_decay)
     scheduler = CosineLRScheduler(
         optimizer, t_initial=args.epochs * steps, warmup_t=round(args.warmup_epochs * steps),
@@ -218,7 +221,7 @@ def finetune(args: argparse.Namespace) -> None:
             load(arm, stored[name], args)
         run_arm(arm, train, test, args, rows)
         rows += arm.rows
-        frames[name] = arm.frame_count()
+        frames[name] = arm.frames()
     write_metrics(rows, args.out / "metrics.jsonl")
     draw_curves(rows, args.out / "curves.png")
     print(closing_table(rows, frames))

@@ -4,7 +4,8 @@
 
 Tuned for one CPU core: images are decoded once, augmented as whole batches, the network runs under bf16
 autocast, and half of the patches are dropped in all but the last epochs.
-Killed runs go on where they stopped: the state is written after each epoch to `--work`.
+Killed runs go on where they stopped: the state is written after each epoch to `--work`. A run that goes on
+with other options follows them from there; the record beside the weights names every command.
 """
 
 import argparse
@@ -150,11 +151,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def provenance(args: argparse.Namespace, score: float, seconds: float) -> dict[str, object]:
+def provenance(
+    args: argparse.Namespace, legs: list[tuple[int, str]], score: float, seconds: float
+) -> dict[str, object]:
     """What a reader needs to repeat the run."""
     return {
         "data": f"CIFAR-10 (JPEG copies), {'a few hundred' if args.smoke else '50,000'} training images",
-        "command": f"`{args.command}`",
+        "commands": "; ".join(f"`{command}` from epoch {epoch + 1}" for epoch, command in legs),
         "seed": args.seed,
         "epochs": args.epochs,
         "test accuracy of the float16 weights": f"{score:.4f}",
@@ -171,12 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     train, test = (decode(args.data / f"{part}.tar", 512 if args.smoke else None) for part in ("train", "test"))
     model, optimizer, scheduler = build(args, math.ceil(len(train[1]) / args.batch_size))
     args.work.mkdir(parents=True, exist_ok=True)
-    checkpoint, first, seconds = args.work / "checkpoint.pt", 0, 0.0
+    checkpoint, first, seconds, legs = args.work / "checkpoint.pt", 0, 0.0, []
     if checkpoint.exists():
         state = load_state(checkpoint)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        first, seconds = state["epoch"], state["seconds"]
+        first, seconds, legs = state["epoch"], state["seconds"], state["legs"]
+    legs = [*legs, (first, args.command)]
     for epoch in range(first, args.epochs):
         started = time.perf_counter()
         model.patch_drop.prob = 0.5 if epoch < args.epochs - args.full_epochs else 0.0
@@ -187,10 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             row["test_accuracy"] = accuracy(model, test)
         print(json.dumps(row), flush=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        save_state(checkpoint, {**state, "epoch": epoch + 1, "seconds": seconds})
+        save_state(checkpoint, {**state, "epoch": epoch + 1, "seconds": seconds, "legs": legs})
     model.half().float()
     score = accuracy(model, test)
-    write_asset(model, provenance(args, score, seconds), args.asset)
+    write_asset(model, provenance(args, legs, score, seconds), args.asset)
     print(f"test accuracy {score:.4f}, weights in {args.asset}")
     return 0
 

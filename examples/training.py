@@ -1,19 +1,19 @@
 """One arm of a comparison: a model, its optimizer, and the epochs they have behind them."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from timm.optim import param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
 import stiefel_geo
-from stiefel_geo import patching, stiefel
+from stiefel_geo import diagnostics
 
 WATCH_EVERY = 10  # steps between two looks at the frames: each look waits for the device
 
@@ -50,16 +50,13 @@ class Arm:
     device: torch.device
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def frames(self) -> list[Tensor]:
-        """Every frame parameter, shape (frames, d, r); none in a plain model."""
-        return [frame for _, frame in stiefel_geo.frames(self.model)]
-
-    def frame_count(self) -> int:
-        return sum(frame[..., 0, 0].numel() for frame in self.frames())
+    def frames(self) -> int:
+        """How many frames the model has: none if it is not patched."""
+        return sum(frame[..., 0, 0].numel() for _, frame in stiefel_geo.frames(self.model))
 
     def defect(self) -> float | None:
         """Largest distance of a frame from orthonormality."""
-        return max((float(stiefel.defect(frame).max()) for frame in self.frames()), default=None)
+        return max((float(each.max()) for each in diagnostics.defect(self.model).values()), default=None)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -77,46 +74,38 @@ class Arm:
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """AdamW on timm's groups, or ScaleFreeRiemannianAdam on the package's: same lr, same decay rule."""
+    """AdamW or ScaleFreeRiemannianAdam, in the same parameter groups."""
+    groups = stiefel_geo.param_groups(model, weight_decay)
     if name == "adamw":
-        skip = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-        return torch.optim.AdamW(param_groups_weight_decay(model, weight_decay, skip), lr=lr)
-    groups = param_groups(model, weight_decay)
-    return stiefel_geo.ScaleFreeRiemannianAdam(groups, lr=lr, weight_decay=weight_decay)
-
-
-def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    skip = {name for name, _ in [*stiefel_geo.frames(model), *patching.cores(model)]}
-    skip |= model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    decayed = [p for name, p in model.named_parameters() if p.ndim >= 2 and name not in skip]
-    kept = [p for name, p in model.named_parameters() if p.ndim < 2 or name in skip]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=lr)
+    return stiefel_geo.ScaleFreeRiemannianAdam(groups, lr=lr)
 
 
 def train_epoch(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]], steps: int, title: str) -> dict[str, Any]:
     """One epoch; returns its row of metrics, the test scores still missing."""
-    epoch, tally, movements, started = len(arm.rows), Tally(), [], time.perf_counter()
+    epoch, tally, lengths, started = len(arm.rows), Tally(), [], time.perf_counter()
     defect = arm.defect()
     arm.model.train()
     with tqdm(batches, desc=title, total=steps, disable=None, leave=False) as bar:
         for step, (images, labels) in enumerate(bar):
             arm.scheduler.step_update(epoch * steps + step)
-            look = step % WATCH_EVERY == 0 or step == steps - 1
-            before = [frame.detach().clone() for frame in arm.frames()] if look else []
+            before = diagnostics.snapshot(arm.model) if step % WATCH_EVERY == 0 else None
             train_step(arm, images.to(arm.device), labels.to(arm.device), tally)
-            if look:
-                movements += movement(before, arm.frames())
-                defect = max(defect, arm.defect()) if before else None
+            if before is not None or step == steps - 1:
+                lengths += moved(arm.model, before) if before else []
+                defect = None if defect is None else max(defect, arm.defect())
                 loss, accuracy = tally.means()
                 rate = tally.images / (time.perf_counter() - started)
                 worst = {} if defect is None else {"defect": f"{defect:.1e}"}
                 bar.set_postfix({"loss": f"{loss:.3f}", "acc": f"{accuracy:.3f}", "img/s": f"{rate:.0f}", **worst})
     loss, accuracy = tally.means()
-    seconds = time.perf_counter() - started
+    seconds, counts = time.perf_counter() - started, diagnostics.counts(arm.optimizer)
     return {
         "arm": arm.name, "epoch": epoch + 1, "lr": arm.optimizer.param_groups[0]["lr"],
         "train_loss": loss, "train_accuracy": accuracy, "defect": defect,
-        "movement": median(movements), "images_per_second": tally.images / seconds, "seconds": seconds,
+        "movement": statistics.median_low(lengths) if lengths else None,
+        "capped": int(counts.capped.sum()), "skipped": int(counts.skipped.sum()),
+        "images_per_second": tally.images / seconds, "seconds": seconds,
     }  # fmt: skip
 
 
@@ -145,11 +134,6 @@ def evaluate(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float,
     return tally.means()
 
 
-def movement(before: list[Tensor], after: list[Tensor]) -> list[float]:
-    """‖W_after − W_before‖_F of each single frame."""
-    norms = [torch.linalg.matrix_norm(b - a.detach()).flatten() for b, a in zip(before, after, strict=True)]
-    return torch.cat(norms).tolist() if norms else []
-
-
-def median(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
+def moved(model: nn.Module, before: diagnostics.Snapshot) -> list[float]:
+    """How far each query and key matrix went, the patched model's frames or the plain one's weights alike."""
+    return [length for each in diagnostics.movement(model, before).values() for length in each.tolist()]
