@@ -280,9 +280,10 @@ def exact(tensor: Tensor) -> Tensor:
 
 def _head_rows(F: Tensor, C: Tensor | None) -> Tensor:
     """(F·C)ᵀ, shape (n, r, d)."""
+    Ft = F.transpose(-2, -1)  # the TorchScript ONNX exporter, timm's default, does not know .mT
     if C is None:
-        return F.mT
-    return F.mT * C.unsqueeze(-1) if C.dim() == 2 else stiefel.sym(C) @ F.mT
+        return Ft
+    return Ft * C.unsqueeze(-1) if C.dim() == 2 else (C + C.transpose(-2, -1)) / 2 @ Ft
 
 
 def _watching() -> bool:
