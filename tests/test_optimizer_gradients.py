@@ -186,7 +186,7 @@ def test_path_is_the_same_for_gradients_of_any_scale(scale):
     one, other = optimizer_of([p]), optimizer_of([q])
     for t in range(20):
         give_gradients([p], t)
-        q.grad = (gaussian(q.shape, 1000 * t) * scale).float()
+        q.grad = (gaussian(q.shape, 1000 * (t + 1)) * scale).float()
         one.step()
         other.step()
     assert (p - frame(3, 12, 4, dtype=torch.float32)).norm() > 0.1
