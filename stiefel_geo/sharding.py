@@ -20,8 +20,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """What of `tensor` lies on this rank, in the same memory; all of it where it is not sharded."""
+    if not is_sharded(tensor):
+        whole: Tensor = tensor
+        return whole
     with torch.no_grad():
-        part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+        part: Tensor = tensor.to_local()
     return part
 
 
