@@ -71,6 +71,13 @@ class FixedStep(RiemannianStep):
         return m
 
 
+class LongFixedStep(FixedStep):
+    """The same with a step that is 600 times as long: about as long, in our runs, as AdamW's."""
+
+    def direction(self, W: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        return 600 * m
+
+
 class CanonicalStep(RiemannianStep):
     """Gradient of the canonical metric, G − W·GᵀW: its rotation inside the frame counts twice."""
 
@@ -105,6 +112,7 @@ def _scale_free(trust_radius: float) -> Callable[[list[nn.Parameter], float], Op
 ON_MANIFOLD: dict[str, Callable[[list[nn.Parameter], float], Optimizer] | None] = {
     "frozen": None,
     "fixed_step": FixedStep,
+    "fixed_step_long": LongFixedStep,
     "geoopt_adam": _geoopt_adam,
     "scale_free": _scale_free(1.0),
     "scale_free_canonical": CanonicalStep,

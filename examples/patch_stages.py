@@ -12,7 +12,14 @@ from harness import Config, Record
 LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 PAIRS = {"adamw": 12, "scale_free": 12}  # seeds of an arm; OTHER_PAIRS for the rest
 OTHER_PAIRS = 5
-FIRST_GRID_SEED = 100  # no other stage uses seeds from here on; the arms of PAIRS get two, the others one
+FIRST_GRID_SEED = 100  # no other stage uses seeds from here on
+# One-line variants of another arm: they take its learning rate, so that the ladder compares equal ones.
+VARIANTS = {
+    "fixed_step_long": "fixed_step",
+    "scale_free_canonical": "scale_free",
+    "scale_free_elementwise": "scale_free",
+    "scale_free_uncapped": "scale_free",
+}
 DECAYS = (0.05, 1.0, 0.0, 0.3)  # in the order in which they run
 SIZES = (1000, 4000, 16000)
 SWEEP_SEEDS = 3
@@ -29,30 +36,28 @@ def base(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid_stage(common: Config, lrs: Sequence[float] = LEARNING_RATES) -> list[Config]:
-    """Every arm at every learning rate, with seeds that no other stage uses."""
-    return [
-        {**common, "arm": arm, "seed": FIRST_GRID_SEED + i, "lr": lr}
-        for i in range(2) for arm in ARMS if i == 0 or arm in PAIRS for lr in lrs
-    ]  # fmt: skip
+    """Every arm that is no variant at every learning rate, with a seed that no other stage uses."""
+    arms = [arm for arm in ARMS if arm not in VARIANTS]
+    return [{**common, "arm": arm, "seed": FIRST_GRID_SEED, "lr": lr} for arm in arms for lr in lrs]
 
 
 def chosen_lr(records: Sequence[Record], common: Config) -> dict[str, float]:
-    """For each arm the learning rate with the best mean validation accuracy over the grid's seeds."""
+    """For each arm the learning rate with the best mean validation accuracy over the grid's runs."""
     found: dict[str, dict[float, list[float]]] = {}
     for record in records:
         config = record["config"]
         if config["seed"] >= FIRST_GRID_SEED and all(config.get(name) == value for name, value in common.items()):
             found.setdefault(config["arm"], {}).setdefault(config["lr"], []).append(record["val_accuracy"])
-    return {arm: max(by_lr, key=lambda lr: float(np.mean(by_lr[lr]))) for arm, by_lr in found.items()}
+    best = {arm: max(by_lr, key=lambda lr: float(np.mean(by_lr[lr]))) for arm, by_lr in found.items()}
+    inherited = {arm: best[origin] for arm, origin in VARIANTS.items() if origin in best and arm not in best}
+    return {**best, **inherited}
 
 
 def arms_stage(common: Config, lr: dict[str, float]) -> list[Config]:
-    """The paired runs, seed by seed, so that whole pairs are finished whenever the command is stopped."""
-    most = max(OTHER_PAIRS, *PAIRS.values())
-    return [
-        {**common, "arm": arm, "seed": seed, "lr": lr[arm]}
-        for seed in range(most) for arm in ARMS if seed < PAIRS.get(arm, OTHER_PAIRS)
-    ]  # fmt: skip
+    """The paired runs: first the main pairs, then the other arms, seed by seed, so that whole pairs get finished."""
+    main = [(arm, seed) for seed in range(max(PAIRS.values())) for arm in PAIRS if seed < PAIRS[arm]]
+    rest = [(arm, seed) for seed in range(OTHER_PAIRS) for arm in ARMS if arm not in PAIRS]
+    return [{**common, "arm": arm, "seed": seed, "lr": lr[arm]} for arm, seed in [*main, *rest]]
 
 
 def sweep_stage(common: Config, lr: dict[str, float]) -> list[Config]:
