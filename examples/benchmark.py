@@ -79,27 +79,31 @@ def layers_of(model: str, device: str, *, layers: int | None = None, per_head: b
     return [W for stack in stacks for W in stack] if per_head else stacks
 
 
-def floor_of(frames: Sequence[Tensor]) -> dict[str, Callable[[], None]]:
-    """The step's arithmetic alone: its five products, and its passes over memory."""
+def floor_of(frames: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Callable[[], None]]:
+    """The step's arithmetic alone: its five products, and its passes over memory, on operands of their own."""
+    momenta = [torch.randn_like(W) for W in frames]
     widest = max(frames, key=len)
     r = widest.shape[-1]
-    out, small = torch.empty_like(widest), widest.new_zeros(len(widest), r, r)
+    out, out2 = torch.empty_like(widest), torch.empty_like(widest)
+    small = widest.new_zeros(len(widest), r, r)
 
     def products() -> None:
-        for W in frames:
-            for _ in range(3):  # WᵀG, Wᵀm, YᵀY
-                torch.bmm(W.mT, W, out=small[: len(W)])
-            for _ in range(2):  # W·S, Y·C
-                torch.bmm(W, small[: len(W)], out=out[: len(W)])
+        for W, G, m in zip(frames, grads, momenta, strict=True):
+            S, U = small[: len(W)], out[: len(W)]
+            torch.bmm(W.mT, G, out=S)
+            torch.bmm(W.mT, m, out=S)
+            torch.bmm(W, S, out=U)  # the normal parts
+            torch.bmm(U.mT, U, out=S)  # the Gram matrix
+            torch.bmm(U, S, out=out2[: len(W)])  # the retraction
 
     def passes() -> None:
-        for W in frames:
+        for W, G, m in zip(frames, grads, momenta, strict=True):
             U = out[: len(W)]
-            U.copy_(W)  # G into the workspace
+            U.copy_(G)
             torch.linalg.vector_norm(U, dim=(1, 2))  # ‖g‖
-            U.lerp_(W, 0.1)  # momentum
-            torch.linalg.vector_norm(U, dim=(1, 2))  # ‖m‖
-            torch.add(W, U, out=U)  # W + ξ
+            m.lerp_(U, 0.1)
+            torch.linalg.vector_norm(m, dim=(1, 2))  # ‖m‖
+            torch.add(W, m, out=U)  # W + ξ
 
     return {"five products": products, "memory passes": passes}
 
@@ -110,7 +114,7 @@ def compare(frames: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
     optimizers = {name: arm(frames, grads) for name, arm in benchmark_arms.arms().items()}
     steps: dict[str, Callable[[], Any]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     if frames[0].ndim == 3:
-        steps |= floor_of(frames)
+        steps |= floor_of(frames, grads)
     timings = interleaved(steps, args.repeats, args.device)
     clock = "wall" if args.wall or args.device == "cuda" else "cpu"
     rows = {}

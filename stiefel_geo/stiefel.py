@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # Rows summed in one go by `cross`: fewer lose speed, more lose digits.
-BLOCK_ROWS = (64, 192)
+BLOCK_ROWS = (64, 128)
 
 
 def sym(A: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def _largest_divisor(d: int, smallest: int, largest: int) -> int:
 def cross(X: Tensor, Y: Tensor) -> Tensor:
     """XᵀY (n, r, r) of contiguous X, Y (n, d, r), summed over blocks of rows.
 
-    At 768×64 in float32 the blocks halve the rounding error of a Gram matrix, and take less time than one product.
+    In float32 the blocks halve the rounding error of a Gram matrix, for a tenth to a third of a product more in time.
     """
     n, d, r = X.shape
     rows = _row_block(d)
