@@ -43,7 +43,7 @@ def like(p: Any, part: Tensor) -> Tensor:
 
 def check_whole_frames(p: Any) -> None:
     """Raise ValueError for a frame parameter whose sharding would split a frame between ranks."""
-    if "FlatParameter" in type(p).__name__ or p.ndim < 2:
+    if p.ndim < 2:
         raise ValueError(
             "rule: a rank holds whole frames; found frames inside the flat parameters of FullyShardedDataParallel, "
             "which are cut at any place; use torch.distributed.fsdp.fully_shard (FSDP2)"
