@@ -1,5 +1,6 @@
 """Stiefel attention for timm: orthonormal query and key frames, and the optimizer that trains them."""
 
+from .certificates import certify
 from .groups import param_groups
 from .manifold import PolarStiefel
 from .optim import ScaleFreeRiemannianAdam
@@ -9,6 +10,7 @@ __all__ = [
     "PatchReport",
     "PolarStiefel",
     "ScaleFreeRiemannianAdam",
+    "certify",
     "frames",
     "param_groups",
     "patch",

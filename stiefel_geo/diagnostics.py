@@ -112,7 +112,7 @@ def orbit_share(Q: Tensor, K: Tensor, dQ: Tensor, dK: Tensor) -> Tensor:
     B = E @ (C / (a.unsqueeze(-1) + b.unsqueeze(-2)).clamp(min=torch.finfo(Q.dtype).tiny)) @ F.mT
     along = torch.hypot(_length(Q @ B), _length(K @ B.mT))
     total = torch.hypot(_length(dQ), _length(dK))
-    return torch.where(total > 0, along / total, 0.0)
+    return torch.where(total == 0, 0.0, along / total)
 
 
 def _length(X: Tensor) -> Tensor:
