@@ -7,6 +7,7 @@ import geoopt
 import torch
 from torch import Tensor
 
+from .batching import is_half
 from .manifold import PolarStiefel
 from .sharding import check_whole_frames, local
 from .stiefel import defect
@@ -108,14 +109,34 @@ def check_gradient(p: Tensor) -> None:
         )
 
 
-def check_devices(p: Tensor, state: dict[str, Any]) -> None:
-    """Raise RuntimeError when the model moved and the optimizer's state did not."""
-    found = state["exp_avg"].device
-    if found != p.device:
+def check_state(p: Tensor, state: dict[str, Any]) -> None:
+    """Raise RuntimeError when the model was moved or cast and the optimizer's state was not."""
+    exp_avg = state["exp_avg"]
+    if exp_avg.device != p.device:
         raise RuntimeError(
-            f"rule: state lies on the device of its parameter, {p.device}; found {found}: the model was moved "
+            f"rule: state lies on the device of its parameter, {p.device}; found {exp_avg.device}: the model was moved "
             "after the optimizer's first step; move it first, or reload with optimizer.load_state_dict("
             "optimizer.state_dict())"
+        )
+    with_master = is_frame(p) and is_half(p)
+    wanted = torch.float32 if with_master else p.dtype
+    if exp_avg.dtype != wanted or ("master" in state) != with_master:
+        raise RuntimeError(
+            f"rule: state has the precision of its parameter, {p.dtype}; found state made for another one "
+            f"({exp_avg.dtype}): the model was cast after the optimizer's first step; cast it first, and build the "
+            "optimizer after it"
+        )
+
+
+def check_loaded(p: Tensor, found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    """Raise ValueError for a loaded state of `p` that has not the entries and shapes of the optimizer's own."""
+    shapes = {key: tuple(torch.as_tensor(value).shape) for key, value in found.items()}
+    own = {key: tuple(value.shape) for key, value in wanted.items()}
+    if shapes != own:
+        raise ValueError(
+            f"rule: the state of a {p.dtype} parameter of shape {tuple(p.shape)} has entries {own}; found {shapes}; "
+            "load a file that this optimizer saved for the same model (patched alike and in the same precision), or "
+            "start without one"
         )
 
 

@@ -12,16 +12,17 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from . import batching, riemannian
 from .checks import (
     check_compilable,
-    check_devices,
     check_gradient,
     check_live,
     check_lr_scales,
     check_parameter,
     check_settings,
+    check_state,
     is_core,
     is_frame,
     is_other_point,
 )
+from .loading import careful_loading
 from .step import Settings
 
 # What `_init_group` sorts parameters into: the lists of batching.FrameLists, and those of torch's adamw, twice:
@@ -164,7 +165,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
             state = self.state[p]
             if not state:
                 state.update(_new_state(p, group["capturable"]))
-            check_devices(p, state)
+            check_state(p, state)
             if is_frame(p):
                 frames.add(p, state)
             elif is_other_point(p):
@@ -175,15 +176,16 @@ class ScaleFreeRiemannianAdam(Optimizer):
                     target.append(entry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; every entry keeps the type it was saved in (torch casts them to the parameter's)."""
-        super().load_state_dict(state_dict)
-        saved = state_dict["state"]
-        ids = (i for group in state_dict["param_groups"] for i in group["params"])
-        params = (p for group in self.param_groups for p in group["params"])
-        for i, p in zip(ids, params, strict=True):
-            for key, value in saved.get(i, {}).items():
-                if isinstance(value, Tensor) and value.dtype != self.state[p][key].dtype:
-                    self.state[p][key] = value.to(device=p.device, copy=True)
+        """Load a state dict that this optimizer saved; entries of other names or shapes are refused."""
+        with careful_loading(self, _new_state):
+            super().load_state_dict(state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Files from before an option existed get its default."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, default in self.defaults.items():
+                group.setdefault(key, default)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain tensors and numbers, as torch's own optimizers give it."""
