@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ def claim(path: Path, config: Config) -> Iterator[bool]:
         yield True
 
 
+@lru_cache
 def provenance() -> Record:
-    """Versions of the packages and the commit; `dirty` says that tracked sources differed from it."""
+    """Versions of the packages and the commit of this process; `dirty` says that tracked sources differed from it."""
     here = Path(__file__).resolve().parent
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     changed = _git(here, "status", "--porcelain", "--untracked-files=no", "--", "../stiefel_geo", ".")
@@ -105,20 +107,36 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def run_grid(grid: Sequence[Config], run: Callable[[Config], Record], path: Path, title: str = "runs") -> int:
-    """Run what is neither finished nor claimed by another process; returns how many runs this process made."""
-    source, made = provenance(), 0
-    with tqdm(grid, desc=title, disable=None) as bar:
-        for config in bar:
-            bar.set_postfix_str(" ".join(str(value) for value in list(config.values())[:4]))
-            with claim(path, config) as mine:
-                if not mine or is_finished(path, config):
-                    continue
-                started = time.perf_counter()
-                result = run(config)
-                seconds = time.perf_counter() - started
-                append_record(path, {"config": dict(config), **result, "seconds": seconds, **source})
-                made += 1
-    return made
+    """Return when every run is finished, by whichever process; how many this one made.
+
+    A run that another process has claimed is waited for, and taken over when that process dies.
+    """
+    made = 0
+    with tqdm(total=len(grid), desc=title, disable=None) as bar:
+        while True:
+            left = [config for config in grid if not is_finished(path, config)]
+            bar.update(len(grid) - len(left) - bar.n)
+            if not left:
+                return made
+            before = made
+            for config in left:
+                bar.set_postfix_str(" ".join(str(value) for value in list(config.values())[-3:]))
+                made += _run_if_free(config, run, path)
+                bar.update(1)
+            if made == before:
+                time.sleep(0.2)
+
+
+def _run_if_free(config: Config, run: Callable[[Config], Record], path: Path) -> bool:
+    """Make one run, unless it is claimed or finished; whether it was made."""
+    with claim(path, config) as mine:
+        if not mine or is_finished(path, config):
+            return False
+        started = time.perf_counter()
+        result = run(config)
+        seconds = time.perf_counter() - started
+        append_record(path, {"config": dict(config), **result, "seconds": seconds, **provenance()})
+        return True
 
 
 def is_finished(path: Path, config: Config) -> bool:

@@ -8,16 +8,17 @@ Nothing is typed in by hand: figures and verdicts follow from the runs by the ru
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from atomic_files import write_atomically
 from bad_input import BadInput
 from evidence import by_arm, described, grokking_claims, main_configuration, pairs_only, patch_claims, sweep
 from evidence_plots import draw_grokking, draw_movement, draw_pair_lines, draw_pairs, draw_phase
-from harness import RESULTS, Record, read_records
+from frame_steps import ARMS
+from harness import RESULTS, Record, key, read_records
 from paired_statistics import RULES
-from patch_stages import LONGER, OTHER_PAIRS, PAIRS, SWEEP_SEEDS
+from patch_stages import STAGES, chosen_lr
 from report_sections import (
     arms_section,
     grid_section,
@@ -37,7 +38,8 @@ start, images, order and mirroring are the same. Everything that is not a frame 
 head has a learned logit gain, exp(gain)·q·k/√r, so that orthonormal frames are not held at small logits. The sweeps
 keep the learning rates chosen in the main configuration. `geoopt_adam` is geoopt's RiemannianAdam: on Stiefel its
 second moment is one number a frame, as ours, but a sum where ours is a mean, so at equal lr it steps √(d·r) times
-shorter. `fixed_step` is Riemannian SGD with momentum, at the same learning rates."""
+shorter. `fixed_step` is Riemannian SGD with momentum, at the same learning rates; `fixed_step_long` multiplies its
+steps by 600. That arm and the variants of `scale_free` take the learning rate of the arm they vary."""
 
 
 def records_of(folder: Path) -> tuple[list[Record], list[Record]]:
@@ -50,20 +52,11 @@ def records_of(folder: Path) -> tuple[list[Record], list[Record]]:
 
 
 def missing(patches: Sequence[Record], grokking: Sequence[Record]) -> str:
-    """What the issue's list asks for and the runs do not hold yet."""
-    lines = []
+    """What the stages hold and the runs do not, counted."""
+    lines = [f"{name}: no runs" for name, runs in (("images", patches), ("modular addition", grokking)) if not runs]
     if pairs_only(patches):
         main = main_configuration(patches)
-        arms = by_arm(patches, main)
-        for arm in arms:
-            wanted = PAIRS.get(arm, OTHER_PAIRS)
-            if len(arms[arm]) < wanted:
-                lines.append(f"{arm}: {len(arms[arm])} of {wanted} seeds")
-        short = [cell for cell, gains in sweep(patches, main).items() if len(gains) < SWEEP_SEEDS]
-        lines += [f"decay {decay:g} × {images:,} images: fewer than {SWEEP_SEEDS} pairs" for decay, images in short]
-        if all(record["config"]["steps"] < LONGER * main["steps"] for record in patches):
-            lines.append(f"runs of {LONGER} times as many steps")
-    lines += [f"{name}: no runs" for name, records in (("patches", patches), ("grokking", grokking)) if not records]
+        lines += [f"images, {stage}: {found} of {wanted} runs" for stage, found, wanted in progress(patches, main)]
     lines += [
         f"modular addition p = {r['config']['p']}, {r['config']['arm']}, seed {r['config']['seed']}: reached epoch "
         f"{r['reached']:,} of {r['config']['epochs']:,}"
@@ -71,6 +64,17 @@ def missing(patches: Sequence[Record], grokking: Sequence[Record]) -> str:
     ]  # fmt: skip
     lines.append("fine-tuning a pretrained ViT-S in pairs (examples/finetune.py --arm both)")
     return "\n".join(f"- {line}" for line in lines)
+
+
+def progress(patches: Sequence[Record], main: dict) -> Iterator[tuple[str, int, int]]:
+    """(stage, finished, planned) of every stage that is not done."""
+    done = {key(record["config"]) for record in patches}
+    lr = dict.fromkeys(ARMS, 0.0) | chosen_lr(patches, main)
+    for name, stage in STAGES.items():
+        planned = [key(config) for config in stage(main, lr)]
+        found = len(done.intersection(planned))
+        if found < len(planned):
+            yield name, found, len(planned)
 
 
 def provenance_words(records: Sequence[Record]) -> str:

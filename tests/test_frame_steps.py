@@ -1,0 +1,105 @@
+"""examples/frame_steps.py: the arms differ from the package's step in the one thing that their names say."""
+
+import math
+
+import geoopt
+import pytest
+import torch
+from evidence_scripts import frame_steps
+
+import stiefel_geo
+from stiefel_geo import stiefel
+
+SHAPE = (3, 12, 4)
+
+
+def start(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    frame = stiefel.random_frame(*SHAPE, dtype=torch.float64, generator=generator)
+    return geoopt.ManifoldParameter(frame, manifold=stiefel_geo.PolarStiefel())
+
+
+def gradients(steps, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(steps)]
+
+
+def path(build, grads, lr=0.02, W=None):
+    """The frame after all gradients."""
+    W = start() if W is None else W
+    optimizer = build([W], lr)
+    for G in grads:
+        W.grad = G.clone()
+        optimizer.step()
+    return W.detach()
+
+
+def rotation(n, seed):
+    return stiefel.random_frame(n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("lr", [0.02, 0.5], ids=["free", "capped"])
+def test_literal_step_is_the_packages_step(lr):
+    grads = gradients(12)
+    literal = path(frame_steps.RiemannianStep, grads, lr)
+    assert torch.allclose(literal, path(frame_steps.ON_MANIFOLD["scale_free"], grads, lr), atol=1e-11, rtol=0)
+    assert (literal - start().detach()).norm() > 0.1
+
+
+def test_uncapped_differs_where_steps_are_longer_than_the_radius_and_nowhere_else():
+    grads, arms = gradients(3), frame_steps.ON_MANIFOLD
+    assert torch.equal(path(arms["scale_free"], grads), path(arms["scale_free_uncapped"], grads))
+    assert not torch.allclose(path(arms["scale_free"], grads, 0.5), path(arms["scale_free_uncapped"], grads, 0.5))
+
+
+def test_fixed_step_is_as_long_as_the_gradient_and_scale_free_is_not():
+    moved = {}
+    for arm in ("fixed_step", "scale_free"):
+        build = frame_steps.ON_MANIFOLD[arm]
+        moved[arm] = [(path(build, [c * gradients(1)[0]], 1e-4) - start().detach()).norm() for c in (1.0, 10.0)]
+    assert math.isclose(moved["fixed_step"][1] / moved["fixed_step"][0], 10.0, rel_tol=1e-3)
+    assert math.isclose(moved["scale_free"][1] / moved["scale_free"][0], 1.0, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(("arm", "kept"), [("scale_free", True), ("scale_free_elementwise", False)])
+def test_only_one_scalar_a_frame_turns_with_the_space(arm, kept):
+    turn, grads = rotation(SHAPE[1], 5), gradients(6)
+    build = frame_steps.ON_MANIFOLD[arm]
+    turned = geoopt.ManifoldParameter(turn @ start().detach(), manifold=stiefel_geo.PolarStiefel())
+    there = path(build, [turn @ G for G in grads], W=turned)
+    assert torch.allclose(turn @ path(build, grads), there, atol=1e-9) == kept
+
+
+def test_canonical_gradient_is_tangent_and_counts_rotations_twice():
+    W, G = start().detach(), gradients(1)[0]
+    step = frame_steps.CanonicalStep([start()], lr=1.0)
+    g, embedded = step.gradient(W, G), stiefel.project(W, G)
+    assert torch.allclose(stiefel.sym(W.mT @ g), torch.zeros(1, dtype=W.dtype), atol=1e-12)
+    assert torch.allclose(W.mT @ g, 2 * (W.mT @ embedded), atol=1e-12)
+    assert torch.allclose(g - W @ (W.mT @ g), embedded - W @ (W.mT @ embedded), atol=1e-12)
+
+
+def test_geoopts_adam_steps_shorter_by_the_root_of_the_entries():
+    G = gradients(1)
+    ours, theirs = (
+        path(frame_steps.ON_MANIFOLD[arm], G, 1e-4) - start().detach() for arm in ("scale_free", "geoopt_adam")
+    )
+    assert math.isclose(ours.norm() / theirs.norm(), math.sqrt(SHAPE[1] * SHAPE[2]), rel_tol=0.01)
+
+
+@pytest.mark.parametrize("arm", frame_steps.ARMS)
+def test_every_arm_trains_the_rest_and_moves_frames_unless_frozen(arm):
+    frame = start().detach().float()
+    frames = frame_steps.as_arm(arm, [torch.nn.Parameter(frame.clone())], seed=0)
+    begin = frames[0].detach().clone()
+    matrix, vector = torch.nn.Parameter(torch.ones(3, 3)), torch.nn.Parameter(torch.ones(3))
+    for optimizer in frame_steps.optimizers(arm, frames, [matrix, vector], 0.1, 0.5):
+        for p in (*frames, matrix, vector):
+            p.grad = torch.arange(p.numel(), dtype=p.dtype).view_as(p)
+        optimizer.step()
+    assert torch.equal(begin, frames[0].detach()) == (arm == "frozen")
+    assert torch.equal(begin, frame) == (arm != "adamw_default_init")
+    assert float(matrix[0, 0].detach()) == pytest.approx(0.95)  # a zero gradient: what moves it is the decay
+    assert float(vector[0].detach()) == 1.0
+    on_manifold = bool((stiefel.defect(frames[0]) < 1e-5).all())
+    assert on_manifold == (arm in frame_steps.ON_MANIFOLD)
