@@ -178,7 +178,8 @@ def _survey(model: nn.Module) -> list[_Site]:
 
 def load_table() -> None:
     """Fill the registry; on first use, as imports go one way and the integrations stand above this file."""
-    importlib.import_module("stiefel_geo.integrations.timm_attention")
+    for library in ("timm", "transformers"):
+        importlib.import_module(f"stiefel_geo.integrations.{library}_attention")
 
 
 def _site(name: str, module: nn.Module, tied: set[int]) -> _Site:
