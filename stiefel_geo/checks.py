@@ -1,6 +1,8 @@
 """What the optimizer refuses, with the rule, the value found and the remedy in each message."""
 
 import math
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import geoopt
@@ -35,7 +37,8 @@ def is_other_point(p: Tensor) -> bool:
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Raise ValueError for a hyper-parameter out of its range."""
+    """Raise ValueError for a hyper-parameter out of its range, TypeError for one that is no number."""
+    _check_numbers(settings)
     lr, trust_radius = settings["lr"], settings["trust_radius"]
     beta1, beta2 = settings["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -50,6 +53,16 @@ def check_settings(settings: dict[str, Any]) -> None:
             "rule: without a trust region the longest step must be known on the host, which takes a float lr and "
             f"β₁² < β₂; found lr {lr} and betas {(beta1, beta2)}; give trust_radius a finite value"
         )
+
+
+def _check_numbers(settings: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay", "trust_radius"):
+        value = settings[name]
+        if not isinstance(value, Real) and not (name == "lr" and isinstance(value, Tensor)):
+            raise TypeError(f"rule: {name} is a number; found {value!r}; pass a float")
+    betas = settings["betas"]
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(isinstance(beta, Real) for beta in betas):
+        raise TypeError(f"rule: betas is a pair of numbers; found {betas!r}; pass (β₁, β₂), such as (0.9, 0.999)")
 
 
 def _check(name: str, value: Any, rule: str, holds: Any) -> None:

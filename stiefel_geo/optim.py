@@ -129,12 +129,15 @@ class ScaleFreeRiemannianAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        work = []
+        for group in self.param_groups:  # all of them before the first moves, so that a refusal changes nothing
             points: list[Tensor] = []
             frames: list[list[Tensor]] = [[] for _ in range(FRAME_LISTS)]
             cores: list[list[Tensor]] = [[] for _ in range(PLAIN_LISTS)]
             plain: list[list[Tensor]] = [[] for _ in range(PLAIN_LISTS)]
             self._init_group(group, torch.compiler.is_compiling(), points, *frames, *cores, *plain)
+            work.append((group, points, frames, cores, plain))
+        for group, points, frames, cores, plain in work:
             if frames[0]:
                 join = group["foreach"] is not False
                 batching.step_(batching.FrameLists(*frames), _settings(group), join=join)
@@ -227,8 +230,6 @@ def _step_plain(
     steps: list[Tensor],
 ) -> None:
     """torch's own AdamW on the Euclidean parameters."""
-    if not params:
-        return
     beta1, beta2 = group["betas"]
     adamw(
         params,
