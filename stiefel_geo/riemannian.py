@@ -43,7 +43,7 @@ def step_(p: geoopt.ManifoldParameter, state: dict[str, Any], settings: Settings
 
 def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any], settings: Settings) -> None:
     m, v, t = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    g, size_g = _gradient(manifold, x, G)
+    g, size_g = _gradient(manifold, x, G, v)
     finite = torch.isfinite(size_g)
     g, size_g = torch.where(finite, g, 0.0), torch.where(finite, size_g, 0.0)
     t.add_(finite)
@@ -55,7 +55,7 @@ def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any
     v_hat = v / (1 - settings.beta2 ** t.double())
     factor = settings.lr / ((1 - settings.beta1 ** t.double()) * v_hat.sqrt())
     factor = torch.where(finite & (v > 0), factor, 0.0)
-    length = factor * _size(manifold, x, m)
+    length = factor * _size(manifold, x, m, v)
     too_long = length > settings.trust_radius
     state["capped"].add_(too_long)
     factor = torch.where(too_long, factor * (settings.trust_radius / length), factor)
@@ -67,17 +67,21 @@ def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any
     x.copy_(torch.where(moved, y, x))
 
 
-def _size(manifold: geoopt.Manifold, x: Tensor, u: Tensor) -> Tensor:
-    """‖u‖_x of each point, float64, formed from u/max|u| so that squares neither overflow nor underflow."""
-    peak = u.abs().amax()
+def _size(manifold: geoopt.Manifold, x: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """‖u‖_x of each point, shaped `like` the state's scalars, in float64.
+
+    Formed from u divided by its largest entry, point by point, so that squares neither overflow nor underflow.
+    """
+    within = [at for at, size in enumerate(like.shape) if size == 1]
+    peak = u.abs().amax(within, keepdim=True) if within else u.abs()
     unit = torch.where((peak > 0) & torch.isfinite(peak), peak, 1.0)
     inner: Tensor = manifold.inner(x, u / unit, keepdim=True)
     return inner.double().clamp(min=0).sqrt() * unit.double()
 
 
-def _gradient(manifold: geoopt.Manifold, x: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient(manifold: geoopt.Manifold, x: Tensor, G: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
     """Riemannian gradient and its length; a length that is rounding noise beside G counts as zero."""
-    g = manifold.egrad2rgrad(x, G)
-    size_g, size_G = _size(manifold, x, g), _size(manifold, x, G)
+    g = manifold.egrad2rgrad(x, G.clone())  # geoopt's Lorentz writes into what it is given
+    size_g, size_G = _size(manifold, x, g, like), _size(manifold, x, G, like)
     noise = size_g <= NOISE * math.sqrt(2) * torch.finfo(x.dtype).eps * size_G
-    return g, torch.where(noise, 0.0, size_g)
+    return g, torch.where(noise & torch.isfinite(size_G), 0.0, size_g)
