@@ -57,7 +57,7 @@ def _image(polynomial: Polynomial, low: float, high: float) -> tuple[float, floa
     return float(sigma.min()), float(sigma.max())
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def polar_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
     """The polynomials of `_fitted_plan`; torch.compile takes them as constants."""
     return _fitted_plan(bound, eps)

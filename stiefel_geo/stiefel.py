@@ -26,7 +26,7 @@ def project(W: Tensor, G: Tensor) -> Tensor:
     return G - W @ sym(W.mT @ G)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _row_block(d: int) -> int:
     """The largest divisor of d within BLOCK_ROWS, or d itself; a constant to torch.compile."""
     return _largest_divisor(d, *BLOCK_ROWS)
