@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 Order = str | Callable[[Any], str]  # the words of a projection's rows, or a function of the module
@@ -50,31 +51,33 @@ class Rows:
 
     def split(self, matrix: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """(rows, d) → stacks (n, d, r), one per run of heads, and the remaining rows (m, d)."""
-        grouped = matrix.reshape(self.groups, -1, matrix.shape[1])  # (groups, rows of a group, d)
+        grouped = rearrange(matrix, "(group row) d -> group row d", group=self.groups)
         pieces = torch.split(grouped, [run.rows for run in self.runs], dim=1)
         stacks, rest = [], []
         for run, piece in zip(self.runs, pieces, strict=True):
             if run.roles:
-                stacks.append(piece.reshape(-1, run.width, matrix.shape[1]).mT)  # (groups·heads, d, r)
+                stacks.append(rearrange(piece, "group (head r) d -> (group head) d r", r=run.width))
             else:
                 rest.append(piece)
-        return stacks, torch.cat(rest, 1).flatten(0, 1) if rest else None
+        return stacks, rearrange(torch.cat(rest, 1), "group row d -> (group row) d") if rest else None
 
     def join(self, heads: Sequence[Tensor], rest: Tensor | None) -> Tensor:
         """Inverse of `split`, from heads as rows (n, r, d)."""
         stacks, remaining = iter(heads), iter(self._cut(rest))
         pieces = [
-            next(stacks).reshape(self.groups, run.rows, -1) if run.roles else next(remaining)
+            rearrange(next(stacks), "(group head) r d -> group (head r) d", group=self.groups)
+            if run.roles
+            else next(remaining)
             for run in self.runs
         ]
-        return torch.cat(pieces, 1).flatten(0, 1)
+        return rearrange(torch.cat(pieces, 1), "group row d -> (group row) d")
 
     def _cut(self, rest: Tensor | None) -> Sequence[Tensor]:
         """The remaining rows, run by run: (groups, rows of the run, d)."""
         sizes = [run.rows for run in self.runs if not run.roles]
         if rest is None:
             return ()
-        return torch.split(rest.reshape(self.groups, -1, rest.shape[1]), sizes, dim=1)
+        return torch.split(rearrange(rest, "(group row) d -> group row d", group=self.groups), sizes, dim=1)
 
 
 @dataclass(frozen=True)
