@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo.sharding import local
 
 WORLD = 2
 STEPS = 50
@@ -122,6 +123,11 @@ class Whole(nn.Module):
         self.values = nn.ParameterList(p.full_tensor().detach() for p in model.parameters())
 
 
+def _bytes(tensor: Tensor) -> int:
+    here = local(tensor)
+    return here.numel() * here.element_size()
+
+
 def fully_sharded(dtype: torch.dtype, folder: Path | None = None) -> dict[str, Any]:
     model = shard(build(dtype))
     optimizer = optimizer_of(model)
@@ -133,6 +139,8 @@ def fully_sharded(dtype: torch.dtype, folder: Path | None = None) -> dict[str, A
         "gap": gap(Whole(model), reference),
         "frames' gap": frames_gap(whole, frame_values(reference)),
         "frames": optimizer.num_frames,
+        "bytes": sum(_bytes(p) for p in model.parameters()),
+        "state bytes": sum(_bytes(value) for state in optimizer.state.values() for value in state.values()),
         "local frames": len(frames.to_local()),
         "local momentum": tuple(optimizer.state[frames]["exp_avg"].to_local().shape),
     }

@@ -15,6 +15,7 @@ from tiny_vit import tiny_vit
 
 import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo.integrations.fsdp_memory import estimate
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
 
@@ -81,6 +82,12 @@ def test_fsdp2_steps_local_frames_with_local_state(figures):
 
 def test_fsdp2_counts_all_frames(figures):
     assert [rank["fsdp"]["frames"] for rank in figures] == [8, 8]
+
+
+def test_the_memory_estimate_is_what_a_rank_holds(figures):
+    expected, rank = estimate(ranks.build(torch.float32), ranks.WORLD), figures[0]["fsdp float32"]
+    assert rank["bytes"] == expected.weights
+    assert rank["state bytes"] == pytest.approx(expected.state, rel=0.01)
 
 
 def test_a_checkpoint_of_two_ranks_resumes_on_one(figures):
