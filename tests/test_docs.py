@@ -1,4 +1,4 @@
-"""Every code block of the pages under integrations/docs runs, in order, in one namespace per page."""
+"""Every code block of the pages under integrations/docs runs, in order, in one namespace per page; README too."""
 
 import re
 import runpy
@@ -37,7 +37,7 @@ def run_python(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # inside Lightning and its like
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package, reason=f"{package} is an optional extra: pip install stiefel-geo[{package}]")
