@@ -1,12 +1,13 @@
 """Stiefel attention for timm: orthonormal query and key frames, and the optimizer that trains them."""
 
-from .certificates import certify
+from .certificates import Certificate, certify
 from .groups import param_groups
 from .manifold import PolarStiefel
 from .optim import ScaleFreeRiemannianAdam
 from .patching import PatchReport, frames, patch, plain_state_dict, unpatch
 
 __all__ = [
+    "Certificate",
     "PatchReport",
     "PolarStiefel",
     "ScaleFreeRiemannianAdam",
