@@ -102,7 +102,10 @@ def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
     AB = products + products.mT  # twice the symmetric parts
     torch.baddbmm(G, W, torch.add(AB[:n], AB[n:], alpha=theta), alpha=-0.5, out=U)
     normal, transport, tangent = norms(AB, U).square_().view(3, n)
-    g_sq = torch.sub(tangent, transport, alpha=(theta / 2) ** 2).clamp_(min=0)
+    transport *= (theta / 2) ** 2
+    g_sq = tangent - transport
+    # After momentum a zero gradient leaves the rounding error of the difference, which v without memory would believe.
+    g_sq = g_sq.masked_fill_(g_sq <= NOISE * torch.finfo(W.dtype).eps * transport, 0)
     finite = torch.isfinite(tangent)
     if _reads_are_free(U) and bool(finite.all()):
         m.lerp_(U, 1 - beta1)

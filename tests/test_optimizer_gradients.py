@@ -155,6 +155,18 @@ def test_zero_gradients_for_a_while_leave_a_path_without_nan():
     assert worst_defect([p]) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_gradient_without_second_moment_memory_rests(dtype):
+    p = frame(3, 12, 4, dtype=dtype)
+    optimizer = optimizer_of([p], lr=0.1, betas=(0.9, 0.0))
+    drive(optimizer, [p], range(5))
+    before = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(p, before)
+    assert optimizer.state[p]["exp_avg_sq"].tolist() == [0, 0, 0]
+
+
 def test_frame_of_zero_gradient_rests_while_the_others_step_alike():
     p, q = frame(3, 12, 4), frame(3, 12, 4)
     one, other = optimizer_of([p]), optimizer_of([q])
