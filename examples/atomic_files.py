@@ -26,6 +26,11 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     _sync(path.parent)
 
 
+def fill(part: Path, content: bytes) -> None:
+    """For `write_atomically`, where the content is at hand (and with the umask's permissions)."""
+    part.write_bytes(content)
+
+
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Write tensors in plain containers, so that `load_state` needs no code from the file."""
     write_atomically(path, lambda part: torch.save(state, part))

@@ -17,7 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from atomic_files import load_state, save_state, write_atomically
+from atomic_files import fill, load_state, save_state, write_atomically
 from bad_input import BadInput, first_line
 from image_data import Prepared, load_images, prepare, shuffled
 from run_record import closing_table, draw_curves, write_metrics
@@ -61,9 +61,9 @@ def parser() -> argparse.ArgumentParser:
     add("--img-size", type=positive(int), help="side of the images in pixels (default: the model's own)")
     add("--arm", choices=ARMS, default="both", help="both: same start, same data order, one after the other")
     add("--core", choices=("learn", "freeze", "identity"), default="learn", help="see stiefel_geo.patch")
-    add("--epochs", type=positive(int), default=6)
+    add("--epochs", type=positive(int), default=8)
     add("--batch-size", type=positive(int), default=64)
-    add("--lr", type=positive(float), default=5e-4, help="peak; one unit for both arms")
+    add("--lr", type=positive(float), default=1e-3, help="peak; one unit for both arms")
     add("--weight-decay", type=float, default=0.05)
     add("--warmup-epochs", type=float, default=0.5, help="linear warm-up, then a cosine to zero")
     add("--amp", choices=HALF, default="off", help="autocast")
@@ -106,16 +106,15 @@ def computed_from(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def stored_states(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The checkpoints to resume from, all read before anything is written."""
-    files = {arm: args.out / arm / "checkpoint.pt" for arm in ARMS[args.arm]}
-    there = [path for path in files.values() if path.exists()]
-    if not args.resume:
-        if there:
-            raise BadInput(f"--out must not hold a run: {there[0]} exists; add --resume, or give another --out")
-        return {}
-    if not there:
+    """Every arm's checkpoint in --out, the other arm's too: all are read before anything is written."""
+    files = {arm: args.out / arm / "checkpoint.pt" for arm in ARMS["both"]}
+    there = {arm: path for arm, path in files.items() if path.exists()}
+    if there and not args.resume:
+        found = next(iter(there.values()))
+        raise BadInput(f"--out must not hold a run: {found} exists; add --resume, or give another --out")
+    if args.resume and not there:
         raise BadInput(f"--resume needs a checkpoint: {args.out} holds none; start the run without --resume")
-    return {arm: read_state(path, computed_from(args)) for arm, path in files.items() if path.exists()}
+    return {arm: read_state(path, computed_from(args)) for arm, path in there.items()}
 
 
 def unreadable(path: Path, error: Exception) -> BadInput:
@@ -126,7 +125,7 @@ def read_state(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint that was written whole, by a run with the same options."""
     try:
         state = load_state(path)
-        began = dict(state["options"])
+        began, _ = dict(state["options"]), list(state["rows"])
     except Exception as error:  # whatever a truncated, foreign or hostile file makes torch raise
         raise unreadable(path, error) from error
     for key in wanted.keys() | began.keys():
@@ -168,7 +167,7 @@ def report_start(start: nn.Module, arm: Arm, test: Prepared) -> None:
     with torch.no_grad():
         plain = start.eval()(images)
         patched = arm.model.eval()(images.to(arm.device)).cpu()
-    print(f"start: logits of {arm.name} differ from the unpatched model's by {largest_gap(plain, patched):.1e}")
+    print(f"start: logits differ from the unpatched model's by {largest_gap(plain, patched):.1e}", flush=True)
 
 
 def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace, others: list[Any]) -> None:
@@ -185,10 +184,11 @@ def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace,
         arm.rows.append({**row, "test_loss": loss, "test_accuracy": accuracy})
         save(arm, folder, args)
         write_metrics([*others, *arm.rows], args.out / "metrics.jsonl")
-        print(f"{arm.name} epoch {epoch + 1}: train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}")
+        scores = f"train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}"
+        print(f"{arm.name} epoch {epoch + 1}: {scores}", flush=True)
     plain = stiefel_geo.plain_state_dict(arm.model) if arm.name == "stiefel" else arm.model.state_dict()
     weights = {key: value.detach().cpu().contiguous() for key, value in plain.items()}
-    write_atomically(folder / "model.safetensors", lambda part: safetensors.torch.save_file(weights, part))
+    write_atomically(folder / "model.safetensors", lambda part: fill(part, safetensors.torch.save(weights)))
 
 
 def load(arm: Arm, state: dict[str, Any], args: argparse.Namespace) -> None:
@@ -211,7 +211,7 @@ def finetune(args: argparse.Namespace) -> None:
     size = input_size(start, args.img_size)
     train, test = prepare(images, start, size, (args.limit_train, args.limit_test))
     steps = len(shuffled(train, args.batch_size, args.seed, 0, 0))
-    rows: list[dict[str, Any]] = []
+    rows = [row for name, state in stored.items() if name not in ARMS[args.arm] for row in state["rows"]]
     frames: dict[str, int] = {}
     for name in ARMS[args.arm]:
         arm = start_arm(name, start, args, steps)

@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.torch
 import timm
 import torch
-from atomic_files import load_state, save_state, write_atomically
+from atomic_files import fill, load_state, save_state, write_atomically
 from small_vit import ASSET, small_vit
 from timm.data import create_dataset
 from timm.layers import build_sincos2d_pos_embed, set_fused_attn
@@ -98,7 +98,7 @@ def accuracy(model: nn.Module, data: Images) -> float:
 def write_asset(model: nn.Module, record: dict[str, object], path: Path) -> None:
     """Float16 weights, and beside them the text that says where they come from."""
     halves = {name: value.detach().half().contiguous() for name, value in model.state_dict().items()}
-    write_atomically(path, lambda part: safetensors.torch.save_file(halves, part))
+    write_atomically(path, lambda part: fill(part, safetensors.torch.save(halves)))
     lines = [
         f"# {path.name}",
         "",
@@ -109,7 +109,7 @@ def write_asset(model: nn.Module, record: dict[str, object], path: Path) -> None
         "",
     ]
     text = "\n".join(lines)
-    write_atomically(path.with_suffix(".md"), lambda part: part.write_text(text) and None)
+    write_atomically(path.with_suffix(".md"), lambda part: fill(part, text.encode()))
 
 
 def build(args: argparse.Namespace, steps: int) -> tuple[nn.Module, torch.optim.Optimizer, CosineLRScheduler]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atomic_files import write_atomically
+from atomic_files import fill, write_atomically
 from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]  # one arm, one epoch
@@ -16,11 +16,7 @@ CURVES = (("train_loss", "training loss"), ("test_accuracy", "test accuracy"), (
 def write_metrics(rows: Sequence[Row], path: Path) -> None:
     """One line of JSON an epoch; the whole file anew, so that a killed run leaves no torn or doubled line."""
     text = "".join(json.dumps(_finite(row)) + "\n" for row in rows)
-    write_atomically(path, lambda part: _fill(part, text))
-
-
-def _fill(part: Path, text: str) -> None:
-    part.write_text(text, encoding="utf-8")
+    write_atomically(path, lambda part: fill(part, text.encode()))
 
 
 def _finite(row: Row) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The model that fine-tuning starts from: any timm architecture, with weights from a file or the hub."""
 
+import copy
 import difflib
 import sys
 from pathlib import Path
@@ -20,10 +21,12 @@ def starting_model(
     """Model with `classes` outputs for images of `size` pixels (the architecture's own size by default)."""
     model = _build(name, classes, size, pretrained)
     _check_patches(name, model, size)
-    if name == SMALL and checkpoint is None:
-        checkpoint = ASSET
     if checkpoint is not None:
         load_weights(model, name, checkpoint)
+    elif name == SMALL:
+        head = copy.deepcopy(model.get_classifier())
+        load_weights(model, name, ASSET)
+        model.head = head  # the asset's own head names CIFAR-10's classes
     return model
 
 

@@ -100,9 +100,10 @@ def test_patched_start_equals_the_plain_start(tmp_path, capsys):
     assert float(line.split()[-1]) < 1e-4
 
 
-def test_arms_alone_equal_the_arms_of_both(finished, tmp_path):
-    run(tmp_path / "run", "--arm", "adamw", "--epochs", 3)
-    assert figures(tmp_path / "run") == [row for row in figures(finished) if row["arm"] == "adamw"]
+def test_an_arm_that_joins_later_leaves_the_first_ones_rows(finished, tmp_path):
+    run(tmp_path / "run", "--arm", "stiefel", "--epochs", 3)
+    run(tmp_path / "run", "--arm", "adamw", "--epochs", 3, "--resume")
+    assert figures(tmp_path / "run") == figures(finished)
 
 
 def test_interrupt_in_epoch_two_then_resume_equals_the_uninterrupted_run(finished, tmp_path, monkeypatch):
@@ -253,7 +254,7 @@ def _hostile_state(tmp_path, finished):
 
 def _other_options(tmp_path, finished):
     content = (finished / "stiefel" / "checkpoint.pt").read_bytes()
-    return [*_run_with(tmp_path, lambda path: path.write_bytes(content)), "--lr", "1e-3"]
+    return [*_run_with(tmp_path, lambda path: path.write_bytes(content)), "--lr", "2e-3"]
 
 
 def _existing_run(tmp_path, finished):
@@ -282,7 +283,7 @@ BAD_INPUT = [
     (_flipped_state, "damaged"),
     (_foreign_state, "checkpoint.pt"),
     (_hostile_state, "checkpoint.pt"),
-    (_other_options, "--lr was 0.0005, now 0.001"),
+    (_other_options, "--lr was 0.001, now 0.002"),
     (_existing_run, "add --resume"),
 ]
 
