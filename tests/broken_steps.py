@@ -13,7 +13,7 @@ NOISE = 16 * torch.finfo(torch.float64).eps
 def broken(fault: str | None) -> Callable[..., torch.optim.Optimizer]:
     """A factory with the signature of ScaleFreeRiemannianAdam. None: the sound step.
 
-    Faults: "no projection", "element-wise moment", "epsilon in the root", "no cap", "QR retraction",
+    Faults: "no projection", "no transport", "element-wise moment", "epsilon in the root", "no cap", "QR retraction",
     "decay applied", "no noise floor".
     """
     return functools.partial(LiteralStep, fault=fault)
@@ -56,7 +56,8 @@ class LiteralStep(torch.optim.Optimizer):
         state["t"] += 1
         g = self.project(W, G)
         noise = (size(g) <= NOISE * size(G)) & (self.fault != "no noise floor")
-        m = self.project(W, betas[0] * state["exp_avg"] + (1 - betas[0]) * g)
+        m = betas[0] * state["exp_avg"] + (1 - betas[0]) * g
+        m = m if self.fault == "no transport" else self.project(W, m)
         g = torch.where(noise, 0.0, g)
         mean_square = g.square()
         if self.fault != "element-wise moment":

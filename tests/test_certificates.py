@@ -42,6 +42,7 @@ def test_every_certificate_holds_for_the_method_written_out_literally() -> None:
 # Fault of the step → the propositions it breaks, and the claim that is there to see it.
 FAULTS = {
     "no projection": ({1, 3, 5}, "1: P_W is idempotent, self-adjoint, tangent; its kernel is normal"),
+    "no transport": ({3}, "3: 100 steps with momentum: ‖sym(Wᵀξ)‖_F/‖ξ‖_F"),
     "element-wise moment": ({1, 3, 4}, "4: 100 steps from (RW, RG), R ∈ O(d): off R·W_t by"),
     "epsilon in the root": ({1, 2, 5}, "2: 100 steps on gradients × powers of two: frames apart"),
     "no cap": ({3}, "3: κ(W+ξ)/√(1+Δ²)"),

@@ -10,7 +10,8 @@ stays 1. For d = r, ξ = WΩ with Ω skew, whose singular values come in pairs: 
 Checked here. Steps with the trust region binding, Δ from 1e-3 to 10. The optimizer says where the frame went
 and its momentum says in which direction; the length of ξ follows from the distance moved, so a missing cap
 shows. The retraction picks its polynomials from a bound known on the host, `retraction.polar_plan`; the frame is
-compared with the SVD polar factor of W + ξ. The equality case is constructed.
+compared with the SVD polar factor of W + ξ. The equality case is constructed. That ξ is tangent, the premise, is
+checked along a trajectory, where the momentum is carried from frame to frame.
 """
 
 import math
@@ -20,25 +21,43 @@ import torch
 from torch import Tensor
 
 from .. import stiefel
+from ..stiefel import sym
 from .certificate import Case, Certificate, worst
-from .observing import OptimizerFactory, one_step
+from .observing import STEPS, OptimizerFactory, Regression, one_step, parameter
 
 RADII = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 def check(case: Case, make: OptimizerFactory) -> list[Certificate]:
-    """Five certificates, each the worst over RADII."""
-    W, G = case.frame_and_gradient(case.generator(3))
+    """Six certificates, all but the first the worst over RADII."""
+    generator = case.generator(3)
+    W, G = case.frame_and_gradient(generator)
+    normal_part = _normal_part(make, W, Regression.draw(case, generator))
     measured = [_measure(make, W, G, radius) for radius in RADII]
     extreme = _extreme_gradient(W, G)
     gaps = [abs(_measure(make, W, extreme, radius).kappa - _largest(radius, case)) for radius in RADII]
     return [
+        case.at_most(3, "100 steps with momentum: ‖sym(Wᵀξ)‖_F/‖ξ‖_F", normal_part, 1e-13),
         case.at_most(3, "the cap binds, Δ from 1e-3 to 10: ‖ξ‖_F/Δ off 1 by", worst(m.length for m in measured), 1e-12),
         case.at_most(3, "1 − σ_min(W+ξ)", worst(1 - m.smallest for m in measured), 1e-13),
         case.at_most(3, "κ(W+ξ)/√(1+Δ²)", worst(m.kappa for m in measured), 1 + 1e-13),
         case.at_most(3, "‖R(ξ) − SVD polar factor of W+ξ‖_F/√r", worst(m.error for m in measured), 1e-13),
         case.at_most(3, "κ where the bound is attained, over the bound: off 1 by", worst(gaps), 1e-12),
     ]
+
+
+def _normal_part(make: OptimizerFactory, W: Tensor, problem: Regression) -> float:
+    """The worst ‖sym(Wᵀm)‖_F/‖m‖_F of a trajectory, m the momentum with which the step leaves W."""
+    p = parameter(W)
+    optimizer = make([p], lr=1e-2)
+    parts = []
+    for t in range(STEPS):
+        W = p.detach().clone()
+        p.grad = problem.gradient(W, t)
+        optimizer.step()
+        m = optimizer.state[p]["exp_avg"].view(W.shape)
+        parts.append(float(torch.linalg.matrix_norm(sym(W.mT @ m)) / torch.linalg.matrix_norm(m)))
+    return worst(parts)
 
 
 class Measured(NamedTuple):
