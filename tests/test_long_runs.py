@@ -18,7 +18,7 @@ def _one_thread():
 
 
 def run(dtype, lr, steps):
-    """A long walk; the master's largest defect at a hundred looks, once the rounding of a bfloat16 start is repaired."""
+    """A long walk; the largest defect at a hundred looks, once the rounding of a bfloat16 start is repaired."""
     p = frame(2, 48, 12, dtype=dtype)
     optimizer = optimizer_of([p], lr=lr)
     pool = [gaussian(p.shape, seed).to(dtype) for seed in range(97)]
