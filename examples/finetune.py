@@ -5,6 +5,7 @@
 
 Writes to `--out`: metrics.jsonl, curves.png, and for each arm checkpoint.pt (for `--resume`) and
 model.safetensors (plain timm keys: load it with `timm.create_model(..., checkpoint_path=...)`).
+Under `torchrun --nproc-per-node N` the processes share every batch out (DDP) and the first one writes.
 A killed run loses its running epoch at the most; `--resume` with the same options goes on.
 """
 
@@ -20,6 +21,7 @@ import torch
 from atomic_files import fill, load_state, save_state, write_atomically
 from bad_input import BadInput, first_line
 from image_data import Prepared, load_images, prepare, shuffled
+from process_group import first_writes, parallel, process_group
 from run_record import closing_table, draw_curves, write_metrics
 from starting_model import SMALL, input_size, largest_gap, starting_model
 from timm.scheduler import CosineLRScheduler
@@ -156,7 +158,7 @@ def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int)
         name, model, optimizer, scheduler,
         scaler=torch.amp.GradScaler(device.type, enabled=args.amp == "fp16"),
         amp=torch.autocast(device.type, HALF[args.amp], enabled=args.amp != "off"),
-        forward=torch.compile(model) if args.compile else model,
+        forward=torch.compile(parallel(model)) if args.compile else parallel(model),
         device=device,
     )  # fmt: skip
 
@@ -203,8 +205,14 @@ def save(arm: Arm, folder: Path, args: argparse.Namespace) -> None:
 
 
 def finetune(args: argparse.Namespace) -> None:
-    """Check everything, then train the arms one after the other."""
+    """Check everything, then train."""
     stored = stored_states(args)
+    with first_writes(args.out) as args.out:
+        train_arms(args, stored)
+
+
+def train_arms(args: argparse.Namespace, stored: dict[str, dict[str, Any]]) -> None:
+    """Train the arms one after the other."""
     images = load_images(args.data, args.root, args.download)
     torch.manual_seed(args.seed)
     start = starting_model(args.model, images.classes, args.img_size, args.checkpoint, args.pretrained)
@@ -231,7 +239,9 @@ def finetune(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: done. 2: bad input, nothing written. 130: interrupted, the last whole epoch is kept."""
     try:
-        finetune(options(argv))
+        args = options(argv)
+        with process_group(args.device):
+            finetune(args)
     except BadInput as error:
         print(f"finetune: {error}", file=sys.stderr)
         return 2

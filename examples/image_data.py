@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from bad_input import BadInput
 from PIL import Image
+from process_group import rank, share
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from timm.data import create_dataset, create_transform, resolve_model_data_config
@@ -146,15 +147,18 @@ def prepare(
 def shuffled(data: Prepared, batch_size: int, seed: int, epoch: int, workers: int) -> DataLoader[Any]:
     """Batches in an order, and with augmentation, that follow from (seed, epoch) alone.
 
-    So a resumed run sees what the uninterrupted one would have seen, and both arms see the same.
+    So a resumed run sees what the uninterrupted one would have seen, and both arms see the same. Several processes
+    share every batch out.
     Seeds every global generator: the transforms draw from them.
     """
     key = seed * 1_000_003 + epoch
     random.seed(key)
     np.random.seed(key % 2**32)
     generator = torch.manual_seed(key)
-    order = torch.randperm(len(data), generator=generator).tolist()
+    order, size = share(torch.randperm(len(data), generator=generator).tolist(), batch_size)
+    for seeded in (random.seed, np.random.seed, torch.manual_seed) if rank() else ():
+        seeded((key + 7_919 * rank()) % 2**32)  # other images, other augmentations
     return DataLoader(
-        data, batch_size, sampler=order, num_workers=workers, generator=torch.Generator().manual_seed(key),
+        data, size, sampler=order, num_workers=workers, generator=torch.Generator().manual_seed(key),
         drop_last=len(data) >= batch_size,
     )  # fmt: skip

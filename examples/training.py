@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from process_group import rank, summed, world
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -32,8 +33,9 @@ class Tally:
         self.right = self.right + (logits.argmax(1) == labels).sum()
 
     def means(self) -> tuple[float, float]:
-        """Loss and accuracy."""
-        return float(self.loss) / max(1, self.images), float(self.right) / max(1, self.images)
+        """Loss and accuracy over all processes."""
+        images, loss, right = summed(self.images, float(self.loss), float(self.right))
+        return loss / max(1, images), right / max(1, images)
 
 
 @dataclass
@@ -86,7 +88,7 @@ def train_epoch(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]], steps: int, 
     epoch, tally, lengths, started = len(arm.rows), Tally(), [], time.perf_counter()
     defect = arm.defect()
     arm.model.train()
-    with tqdm(batches, desc=title, total=steps, disable=None, leave=False) as bar:
+    with tqdm(batches, desc=title, total=steps, disable=True if rank() else None, leave=False) as bar:
         for step, (images, labels) in enumerate(bar):
             arm.scheduler.step_update(epoch * steps + step)
             before = diagnostics.snapshot(arm.model) if step % WATCH_EVERY == 0 else None
@@ -105,7 +107,7 @@ def train_epoch(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]], steps: int, 
         "train_loss": loss, "train_accuracy": accuracy, "defect": defect,
         "movement": statistics.median_low(lengths) if lengths else None,
         "capped": int(counts.capped.sum()), "skipped": int(counts.skipped.sum()),
-        "images_per_second": tally.images / seconds, "seconds": seconds,
+        "images_per_second": tally.images * world() / seconds, "seconds": seconds,
     }  # fmt: skip
 
 

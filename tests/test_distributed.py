@@ -5,12 +5,17 @@ Trajectories are compared in float64: in float32 AdamW divides the rounding nois
 which is zero in exact arithmetic, by its own size, whatever drives the frames.
 """
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import geoopt
 import pytest
 import ranks
 import torch
+from example_scripts import EXAMPLES
 from tiny_vit import tiny_vit
 
 import stiefel_geo
@@ -119,3 +124,16 @@ def test_frames_that_fsdp1_flattened_in_place_are_refused():
     assert isinstance(frame, geoopt.ManifoldParameter)
     with pytest.raises(ValueError, match="a rank holds whole frames"):
         ScaleFreeRiemannianAdam(model.parameters())
+
+
+def test_finetune_runs_under_torchrun_and_one_process_writes(tmp_path):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLES / "finetune.py")]
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, "--smoke", "--arm", "stiefel", "--out", str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("stiefel epoch 2") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["defect"] < 1e-5 for row in rows] == [True, True]
