@@ -11,6 +11,7 @@ A killed run loses its running epoch at the most; `--resume` with the same optio
 
 import argparse
 import copy
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from atomic_files import fill, load_state, save_state, write_atomically
 from bad_input import BadInput, first_line
 from image_data import Prepared, load_images, prepare, shuffled
 from process_group import first_writes, parallel, process_group
-from run_record import closing_table, draw_curves, write_metrics
+from run_record import closing_table, draw_curves, log_scalars, write_metrics
 from starting_model import SMALL, input_size, largest_gap, starting_model
 from timm.scheduler import CosineLRScheduler
 from torch import nn
@@ -34,7 +35,7 @@ import stiefel_geo
 ARMS = {"both": ("stiefel", "adamw"), "stiefel": ("stiefel",), "adamw": ("adamw",)}
 HALF = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Options that do not change what is computed: a run may be resumed with other values of these.
-FREE = {"out", "resume", "root", "download", "workers", "device", "smoke"}
+FREE = {"out", "resume", "root", "download", "workers", "device", "smoke", "tensorboard"}
 
 
 def positive(kind: type) -> Any:
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=0, help="processes that decode images")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/finetune"))
+    add("--tensorboard", action="store_true", help="the scalars of metrics.jsonl to TensorBoard too")
     add("--resume", action="store_true", help="go on with the run in --out")
     add("--smoke", action="store_true", help="two epochs on 128 images")
     return result
@@ -92,6 +94,8 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
             raise BadInput(f"--{name.replace('_', '-')} must be 0 or above, got {value}; give such a number")
     if args.warmup_epochs > args.epochs:
         raise BadInput(f"--warmup-epochs must not exceed --epochs: {args.warmup_epochs} > {args.epochs}; lower it")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise BadInput("--tensorboard needs the package tensorboard: it is not installed; pip install tensorboard")
     if args.pretrained and args.checkpoint:
         raise BadInput("weights come from --pretrained or from --checkpoint: both were given; drop one")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -186,6 +190,8 @@ def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace,
         arm.rows.append({**row, "test_loss": loss, "test_accuracy": accuracy})
         save(arm, folder, args)
         write_metrics([*others, *arm.rows], args.out / "metrics.jsonl")
+        if args.tensorboard:
+            log_scalars(arm.rows[-1], args.out / "tensorboard" / arm.name)
         scores = f"train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}"
         print(f"{arm.name} epoch {epoch + 1}: {scores}", flush=True)
     plain = stiefel_geo.plain_state_dict(arm.model) if arm.name == "stiefel" else arm.model.state_dict()

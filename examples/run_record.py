@@ -10,7 +10,13 @@ from atomic_files import fill, write_atomically
 from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]  # one arm, one epoch
-CURVES = (("train_loss", "training loss"), ("test_accuracy", "test accuracy"), ("defect", "largest defect"))
+CURVES = {
+    "train_loss": "training loss",
+    "test_accuracy": "test accuracy",
+    "defect": "largest defect",
+    "movement": "median movement in a step",
+    "spectrum_median": "singular values of W_Q, W_K",
+}
 
 
 def write_metrics(rows: Sequence[Row], path: Path) -> None:
@@ -25,13 +31,21 @@ def _finite(row: Row) -> dict[str, Any]:
 
 
 def draw_curves(rows: Sequence[Row], path: Path) -> None:
-    """Every arm in one picture: loss, accuracy, and how far the frames are from orthonormal."""
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, (key, title) in zip(figure.subplots(1, 3), CURVES, strict=True):
+    """Every arm in one picture: loss, accuracy, how orthonormal the frames are, how far they go, and the spectrum.
+
+    The spectrum of a patched projection is its core's; the band spans its smallest and largest singular value.
+    """
+    figure = Figure(figsize=(19, 3.6), layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, 5), CURVES.items(), strict=True):
         for arm in dict.fromkeys(row["arm"] for row in rows):
-            points = [(row["epoch"], row[key]) for row in rows if row["arm"] == arm and row[key] is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=arm)
+            seen = [row for row in rows if row["arm"] == arm and row.get(key) is not None]
+            epochs = [row["epoch"] for row in seen]
+            if seen:
+                axes.plot(epochs, [row[key] for row in seen], marker="o", markersize=3, label=arm)
+            if key == "spectrum_median":
+                axes.fill_between(
+                    epochs, *([row[f"spectrum_{end}"] for row in seen] for end in ("low", "high")), alpha=0.2
+                )
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
         if key == "defect" and axes.lines:
@@ -39,6 +53,16 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
         if axes.lines:
             axes.legend()
     write_atomically(path, lambda part: figure.savefig(part, format="png", dpi=120))
+
+
+def log_scalars(row: Row, folder: Path) -> None:
+    """Every number of a row to TensorBoard, under the names of metrics.jsonl."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        for key, value in row.items():
+            if isinstance(value, int | float) and key != "epoch":
+                writer.add_scalar(key, value, row["epoch"])
 
 
 def closing_table(rows: Sequence[Row], frames: Mapping[str, int]) -> str:

@@ -106,7 +106,7 @@ def train_epoch(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]], steps: int, 
         "arm": arm.name, "epoch": epoch + 1, "lr": arm.optimizer.param_groups[0]["lr"],
         "train_loss": loss, "train_accuracy": accuracy, "defect": defect,
         "movement": statistics.median_low(lengths) if lengths else None,
-        "capped": int(counts.capped.sum()), "skipped": int(counts.skipped.sum()),
+        **spectrum(arm.model), "capped": int(counts.capped.sum()), "skipped": int(counts.skipped.sum()),
         "images_per_second": tally.images * world() / seconds, "seconds": seconds,
     }  # fmt: skip
 
@@ -134,6 +134,13 @@ def evaluate(arm: Arm, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float,
             logits = arm.forward(images.to(arm.device)).float()
         tally.add(logits, labels, F.cross_entropy(logits, labels))
     return tally.means()
+
+
+def spectrum(model: nn.Module) -> dict[str, float]:
+    """Smallest, median and largest singular value of all query and key matrices."""
+    values = torch.cat([each.flatten() for each in diagnostics.spectrum(model).values()])
+    named = {"low": values.min(), "median": values.median(), "high": values.max()}
+    return {f"spectrum_{end}": float(value) for end, value in named.items()}
 
 
 def moved(model: nn.Module, before: diagnostics.Snapshot) -> list[float]:
