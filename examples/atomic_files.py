@@ -1,5 +1,6 @@
 """Files that are either whole or absent, whatever kills the process that writes them."""
 
+import io
 import os
 import zipfile
 from collections.abc import Callable
@@ -26,14 +27,19 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     _sync(path.parent)
 
 
-def fill(part: Path, content: bytes) -> None:
+def fill(part: Path, content: bytes | memoryview) -> None:
     """For `write_atomically`, where the content is at hand (and with the umask's permissions)."""
     part.write_bytes(content)
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write tensors in plain containers, so that `load_state` needs no code from the file."""
-    write_atomically(path, lambda part: torch.save(state, part))
+    """Write tensors in plain containers, so that `load_state` needs no code from the file.
+
+    Through memory: on a full disk `torch.save` itself hides the OSError behind one that names its own source lines.
+    """
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomically(path, lambda part: fill(part, content.getbuffer()))
 
 
 def load_state(path: Path) -> dict[str, Any]:

@@ -1,0 +1,149 @@
+"""examples/finetune.py when the machine fails it: kills, a full disk, a read-only folder, a dying worker."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from example_scripts import atomic_files, finetune, image_data
+from image_folders import write_images
+from test_finetune import figures, run
+
+KILLS = int(os.environ.get("KILLS", "30"))
+FORK = multiprocessing.get_context("fork")
+OPTIONS = ("--arm", "stiefel", "--epochs", 3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_child(out, *options):
+    """finetune.main in a forked process, which needs no imports: a kill lands in its work."""
+    process = FORK.Process(target=run, args=(out, *options))
+    process.start()
+    return process
+
+
+@pytest.mark.slow
+def test_every_one_of_30_kills_resumes_to_the_uninterrupted_figures(tmp_path):
+    started = time.monotonic()
+    process = in_child(tmp_path / "whole", *OPTIONS)
+    process.join()
+    assert process.exitcode == 0
+    seconds, whole = time.monotonic() - started, figures(tmp_path / "whole")
+    rng, landed = random.Random(0), []
+    for kill in range(KILLS):
+        out = tmp_path / f"killed{kill}"
+        process = in_child(out, *OPTIONS)
+        time.sleep(rng.uniform(0.02, 0.95) * seconds)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        checkpoint = out / "stiefel" / "checkpoint.pt"
+        landed.append(len(atomic_files.load_state(checkpoint)["rows"]) if checkpoint.exists() else None)
+        run(out, *OPTIONS, *(["--resume"] if checkpoint.exists() else []))
+        assert figures(out) == whole, f"kill {kill}, epochs done: {landed[-1]}"
+    print(f"{KILLS} of {KILLS} resumed; epochs done at the kill: {landed}")
+    assert len(set(landed)) > 2  # they landed in different places
+
+
+def limited_disk(out, limit, *options):
+    """The same with files that cannot grow beyond `limit` bytes: the kernel's answer is that of a full disk."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    os._exit(finetune.main(["--limit-train", "64", "--limit-test", "32", "--out", str(out), *map(str, options)]))
+
+
+def test_full_disk_ends_in_one_line_and_leaves_the_old_checkpoint_whole(tmp_path, capfd):
+    out = tmp_path / "run"
+    run(out, "--arm", "stiefel", "--epochs", 2)
+    checkpoint = out / "stiefel" / "checkpoint.pt"
+    state = atomic_files.load_state(checkpoint)
+    for after in (checkpoint.stat().st_size - 1, 1000):
+        other = tmp_path / f"limited{after}"
+        process = FORK.Process(target=limited_disk, args=(other, after, "--arm", "stiefel", "--epochs", 2))
+        process.start()
+        process.join()
+        assert process.exitcode == 2
+        errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("finetune:")]
+        assert len(errors) == 1
+        assert "--out writable" in errors[0]
+        assert not list(other.rglob("*.part"))
+    assert atomic_files.load_state(checkpoint)["rows"] == state["rows"]
+
+
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    atomic_files.save_state(path, {"x": torch.ones(3)})
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_files, "fill", full)
+    with pytest.raises(OSError, match="No space left"):
+        atomic_files.save_state(path, {"x": torch.zeros(3)})
+    assert torch.equal(atomic_files.load_state(path)["x"], torch.ones(3))
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into read-only folders")
+def test_read_only_folder_is_named(tmp_path, capsys):
+    tmp_path.chmod(0o500)
+    run(tmp_path / "run", "--epochs", 1, expect=2)
+    assert str(tmp_path / "run") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
+def test_no_flipped_bit_of_a_checkpoint_is_read_over(tmp_path, part):
+    path = tmp_path / "state.pt"
+    atomic_files.save_state(path, {"x": torch.arange(999.0), "rows": [1, 2, 3]})
+    content = path.read_bytes()
+    rng = random.Random(part)
+    for _ in range(25):
+        damaged = bytearray(content)
+        at = rng.randrange(len(content))
+        damaged[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            state = atomic_files.load_state(path)
+        except Exception:  # a clear end, whatever its kind
+            continue
+        assert torch.equal(state["x"], torch.arange(999.0)), at  # padding and the archive's own names carry no value
+        assert state["rows"] == [1, 2, 3]
+
+
+class DyingImages(torch.utils.data.Dataset):
+    """A data set whose worker process is killed, as the kernel does when memory runs out."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.images[i]
+
+
+def test_dying_worker_is_named_and_the_run_goes_on_after_it(tmp_path, monkeypatch):
+    write_images(tmp_path / "data" / "train", ("cat", "dog"), 16)
+    write_images(tmp_path / "data" / "test", ("cat", "dog"), 4)
+    options = ("--data", tmp_path / "data", "--arm", "stiefel", "--epochs", 1, "--workers", 1)
+    usual = image_data.shuffled
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "shuffled", lambda images, *rest: usual(DyingImages(images), *rest))
+        with pytest.raises(RuntimeError, match="worker .* exited unexpectedly"):
+            run(tmp_path / "run", *options)
+    run(tmp_path / "run", *options, "--resume")
+    assert len(figures(tmp_path / "run")) == 1
