@@ -143,7 +143,7 @@ def test_dying_worker_is_named_and_the_run_goes_on_after_it(tmp_path, monkeypatc
     usual = image_data.shuffled
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "shuffled", lambda images, *rest: usual(DyingImages(images), *rest))
-        with pytest.raises(RuntimeError, match="worker .* exited unexpectedly"):
+        with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
             run(tmp_path / "run", *options)
     run(tmp_path / "run", *options, "--resume")
     assert len(figures(tmp_path / "run")) == 1
