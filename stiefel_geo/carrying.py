@@ -75,7 +75,8 @@ def fold(projection: Projection, replaced_by: str) -> FrameRows:
     _uninstall(owner, tensor)
     owner.register_parameter(tensor, weight)
     for name in carried.order:
-        owner._parameters[name] = owner._parameters.pop(name)
+        if name in owner._parameters:  # others of the owner may still be frames
+            owner._parameters[name] = owner._parameters.pop(name)
     return carried
 
 

@@ -38,9 +38,8 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
         return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
 
     for parameter in model.parameters():
-        small = parameter.dim() > 1 and parameter.std() < 0.05
-        scale = 0.1 if small else 0.3 if parameter.dim() <= 1 else 0.0
-        parameter.add_(scale * noise(parameter))
+        fan_in = parameter[0].numel() if parameter.dim() > 1 else 0
+        parameter.add_(noise(parameter) * (0.3 if fan_in == 0 else fan_in**-0.5 if parameter.std() < 0.05 else 0.0))
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
             buffer.add_(0.3 * noise(buffer))

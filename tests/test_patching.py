@@ -491,7 +491,7 @@ def test_exported_program_computes_the_same(name: str) -> None:
     assert relative(program.module()(images(model)), model(images(model))) < 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")  # timm's asserts
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")
 def test_traced_model_computes_the_same() -> None:
     model = small_vit()
     stiefel_geo.patch(model)
