@@ -55,6 +55,12 @@ class Session(RuleBasedStateMachine):
         self.optimizer = ScaleFreeRiemannianAdam(stiefel_geo.param_groups(self.model, 0.05), lr=1e-2)
         self.stale, self.extra = "", []
 
+    def replaced(self):
+        """What a step must say where the optimizer holds a parameter that left the model."""
+        own = {id(p) for p in (*self.model.parameters(), *self.extra)}
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return "replaced by" if any(id(p) not in own for p in held) else ""
+
     def outputs(self):
         with torch.no_grad():
             return self.model.eval()(gaussian((2, 3, 8, 8), 1, self.dtype)).clone()
@@ -95,7 +101,7 @@ class Session(RuleBasedStateMachine):
         before = self.outputs()
         stiefel_geo.patch(self.model, core=self.core)
         assert relative(self.outputs(), before) < CLOSE[self.dtype]
-        self.patched, self.stale = True, "replaced by"
+        self.patched, self.stale = True, self.replaced()
 
     @precondition(lambda self: self.patched)
     @rule()
@@ -110,7 +116,7 @@ class Session(RuleBasedStateMachine):
         before = self.outputs()
         stiefel_geo.unpatch(self.model)
         assert relative(self.outputs(), before) < CLOSE[self.dtype]
-        self.patched, self.stale = False, "replaced by"
+        self.patched, self.stale = False, self.replaced()
 
     @rule()
     def rebuild_the_optimizer(self):
@@ -229,4 +235,4 @@ def test_sequences_of_operations_keep_frames_and_functions():
 
 @pytest.mark.slow
 def test_sequences_of_operations_keep_frames_and_functions_at_length():
-    run(SEQUENCES, 20)
+    run(SEQUENCES, 12)

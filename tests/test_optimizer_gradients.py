@@ -192,6 +192,13 @@ def test_purely_normal_gradient_moves_nothing(dtype, scale):
     assert torch.equal(p, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_purely_normal_gradient_counts_as_zero_in_the_second_moment(dtype):
+    p = frame(3, 48, 16, dtype=dtype)
+    optimizer = one_step(p, p.detach() @ stiefel.sym(gaussian((16, 16), 1, dtype)))
+    assert optimizer.state[p]["exp_avg_sq"].tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-12, 1e8, 1e30])
 def test_path_is_the_same_for_gradients_of_any_scale(scale):
     p, q = frame(3, 12, 4, dtype=torch.float32), frame(3, 12, 4, dtype=torch.float32)
