@@ -22,7 +22,7 @@ from frame_parameters import (
 )
 from torch import nn
 
-from stiefel_geo import stiefel
+from stiefel_geo import batching, stiefel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -152,6 +152,16 @@ def test_foreach_on_off_and_unset_agree_in_parameters_and_state(dtype):
     for path, state in zip(paths[1:], states[1:], strict=True):
         assert_close(path, paths[0], tolerance)
         assert_close(state, states[0], tolerance)
+
+
+@pytest.mark.parametrize(("foreach", "calls"), [(None, 4), (True, 4), (False, 5)])
+def test_foreach_false_steps_one_parameter_at_a_time(foreach, calls, monkeypatch):
+    seen = []
+    usual = batching.update_
+    monkeypatch.setattr(batching, "update_", lambda *args: (seen.append(1), usual(*args)))
+    params = mixed()
+    drive(optimizer_of(params, foreach=foreach), params, range(1))
+    assert len(seen) == calls  # five parameters of four shapes
 
 
 def test_capturable_changes_no_frame():
