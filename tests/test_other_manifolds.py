@@ -195,10 +195,11 @@ def test_float32_points_stay_on_their_manifold_for_1000_steps(make):
     assert p.manifold.check_point_on_manifold(p.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_sphere_follows_the_frame_of_one_column():
+@pytest.mark.parametrize("betas", [(0.0, 0.9), (0.9, 0.99)])  # without momentum, and with its transport
+def test_sphere_follows_the_frame_of_one_column(betas):
     p = sphere()
     q = geoopt.ManifoldParameter(p.detach().unsqueeze(-1).clone(), manifold=geoopt.EuclideanStiefel())
-    one, other = optimizer_of([p], betas=(0.0, 0.9)), optimizer_of([q], betas=(0.0, 0.9))
+    one, other = optimizer_of([p], betas=betas), optimizer_of([q], betas=betas)
     for t in range(10):
         give_gradients([p], t)
         q.grad = p.grad.unsqueeze(-1).clone()
