@@ -21,6 +21,7 @@ from .carrying import plain_weights, plan_of
 from .layouts import LayoutError, find
 from .patching import frames
 from .projections import Plan, Projection
+from .sharding import local
 
 
 class Snapshot(NamedTuple):
@@ -40,8 +41,8 @@ class Counts(NamedTuple):
 
 @torch.no_grad()
 def defect(model: nn.Module) -> dict[str, Tensor]:
-    """‖WᵀW − I‖_F of every frame (n,), by the names of `stiefel_geo.frames`."""
-    return {name: stiefel.defect(frame) for name, frame in frames(model)}
+    """‖WᵀW − I‖_F of every frame (n,), by the names of `stiefel_geo.frames`; of those on this rank under FSDP2."""
+    return {name: stiefel.defect(local(frame)) for name, frame in frames(model)}
 
 
 @torch.no_grad()

@@ -186,7 +186,10 @@ class FrameRows(nn.Module):
     def assemble(self) -> Tensor:
         cores: list[Tensor | None] = [core for _, core in self.named_cores()]
         cores = cores or [None] * self.stacks
-        heads = [_head_rows(F, C).to(self.dtype) for (_, F), C in zip(self.named_frames(), cores, strict=True)]
+        frames = [F for _, F in self.named_frames()]
+        # FSDP2's mixed precision hands frames out in half precision, whatever they are stored in.
+        dtype = frames[0].dtype if frames[0].element_size() == 2 else self.dtype
+        heads = [_head_rows(F, C).to(dtype) for F, C in zip(frames, cores, strict=True)]
         return self.rows.join(heads, self.rest).reshape(self.shape)
 
     def right_inverse(self, weight: Tensor) -> tuple[()]:

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 from tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stiefel_geo
-from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo import ScaleFreeRiemannianAdam, diagnostics
 from stiefel_geo.sharding import local
 
 WORLD = 2
@@ -150,6 +150,18 @@ def fully_sharded(dtype: torch.dtype, folder: Path | None = None) -> dict[str, A
     return figures
 
 
+def in_bfloat16() -> dict[str, Any]:
+    """FSDP2 that gathers and computes in bfloat16, from float32 shards."""
+    policy, model = MixedPrecisionPolicy(torch.bfloat16, torch.float32), build(torch.float32)
+    for part in (*model.blocks, model):
+        fully_shard(part, mp_policy=policy)
+    train_parts(model, optimizer_of(model), range(5), torch.float32)
+    return {
+        "dtypes": {frame.dtype for _, frame in stiefel_geo.frames(model)},
+        "defect": max(float(each.max()) for each in diagnostics.defect(model).values()),
+    }
+
+
 def resumed(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Load a distributed checkpoint into model and optimizer."""
     weights, state = get_state_dict(model, optimizer)
@@ -201,6 +213,7 @@ def all_together(folder: Path) -> dict[str, Any]:
         "zero": zero_redundancy(),
         "fsdp": fully_sharded(torch.float64, folder),
         "fsdp float32": fully_sharded(torch.float32),
+        "bfloat16": in_bfloat16(),
         "split": split_by_rows(),
     }
 

@@ -85,6 +85,11 @@ def test_fsdp2_steps_local_frames_with_local_state(figures):
     ] * 2
 
 
+def test_fsdp2_in_bfloat16_keeps_float32_frames_on_the_manifold(figures):
+    assert [rank["bfloat16"]["dtypes"] for rank in figures] == [{torch.float32}] * 2
+    assert max(rank["bfloat16"]["defect"] for rank in figures) < 1e-5
+
+
 def test_fsdp2_counts_all_frames(figures):
     assert [rank["fsdp"]["frames"] for rank in figures] == [8, 8]
 
