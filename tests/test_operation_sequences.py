@@ -59,7 +59,7 @@ class Session(RuleBasedStateMachine):
         """What a step must say where the optimizer holds a parameter that left the model."""
         own = {id(p) for p in (*self.model.parameters(), *self.extra)}
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return "replaced by" if any(id(p) not in own for p in held) else ""
+        return "replaced by|was cast" if any(id(p) not in own for p in held) else ""
 
     def outputs(self):
         with torch.no_grad():
