@@ -1,4 +1,4 @@
-"""Gradients that are not finite: the frame rests, state and all, and is counted; others step on; clipping and scaler."""
+"""Gradients that are not finite: the frame rests, state and all, and is counted; others step on as usual."""
 
 import math
 
