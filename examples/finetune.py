@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--img-size", type=positive(int), help="side of the images in pixels (default: the model's own)")
     add("--arm", choices=ARMS, default="both", help="both: same start, same data order, one after the other")
     add("--core", choices=("learn", "freeze", "identity"), default="learn", help="see stiefel_geo.patch")
-    add("--epochs", type=positive(int), default=8)
+    add("--epochs", type=positive(int), default=6)
     add("--batch-size", type=positive(int), default=64)
     add("--lr", type=positive(float), default=1e-3, help="peak; one unit for both arms")
     add("--weight-decay", type=float, default=0.05)
