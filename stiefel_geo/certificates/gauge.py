@@ -6,18 +6,22 @@ So for every B ∈ R^{r×r}, and for pure frames every skew B,
     ⟨G_Q, W_Q B⟩ − ⟨G_K, W_K Bᵀ⟩ = 0 :
 
 the loss never pushes along the orbit, so a method gains nothing by removing the gauge. AdamW moves along it
-nevertheless, by its element-wise division; frames far less, by the difference of two scalars, a query's and a key's.
+nevertheless, by its element-wise division; frames by the difference of two scalars alone, a query's and a key's:
+the share of their first step along the orbit is ½‖S‖·|1/‖g_Q‖ − 1/‖g_K‖|, S = skew(W_QᵀG_Q), g = P_W(G).
 Under the canonical factorisation W_Q = U√Σ, W_K = V√Σ with distinct core values, signs and permutations are all
 that is left of the gauge.
 
 Proof. Differentiate the constant loss(W_Q e^{tB}, W_K e^{−tBᵀ}) at t = 0; frames stay frames under A ∈ O(r), that
-is for skew B. Last, two canonical forms of one orbit have AᵀΣA = Σ' = A⁻¹ΣA⁻ᵀ, so PΣP = Σ with P = AAᵀ, whence
-(√Σ P √Σ)² = Σ², √Σ P √Σ = Σ and P = I: A is orthogonal and AᵀΣA diagonal, for distinct values a signed permutation.
+is for skew B. There it says skew(W_KᵀG_K) = −S, so first steps −ℓg/‖g‖ of equal length ℓ have the part
+(W_Q B, W_K B) along the orbit, with B = ½ℓS(1/‖g_K‖ − 1/‖g_Q‖); divide its length √2‖B‖ by √2ℓ. Last, two canonical
+forms of one orbit have AᵀΣA = Σ' = A⁻¹ΣA⁻ᵀ, so PΣP = Σ with P = AAᵀ, whence (√Σ P √Σ)² = Σ², √Σ P √Σ = Σ and P = I:
+A is orthogonal and AᵀΣA diagonal, for distinct values a signed permutation.
 (While training, query and key have a core each, so that scaling one up and the other down remains as well.)
 
 Checked here. A timm `Attention`, B running over the elementary matrices (their skew parts, for frames); the share of
-one step that lies along the orbit, after a few steps and without biases; `patch` on a layer and on a gauge-transformed
-copy, which have to give the same frames; a signed permutation of those, which has to leave the outputs.
+one step that lies along the orbit, without biases: AdamW's after a few steps, the frames' first; `patch` on a layer
+and on a gauge-transformed copy, which have to give the same frames; a signed permutation of those, which has to
+leave the outputs.
 """
 
 import copy
@@ -28,7 +32,7 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..patching import cores, frames, patch
-from ..stiefel import random_frame
+from ..stiefel import random_frame, sym
 from .attention import Layer, attention, backward, data, heads
 from .certificate import Case, Certificate, worst
 from .observing import OptimizerFactory
@@ -61,13 +65,18 @@ def check(
     layer, (x, y) = layer_of(case, generator), data(case, generator)
     pure = copy.deepcopy(layer)
     patch(pure, core="identity")
-    plain_drift, frame_drift = _drifts(layer, x, y, euclidean, make)
+    without_bias = _without_bias(layer)
     apart, turned = _canonical_forms(layer, x, spectrum(case.r), generator)
     return [
         case.at_most(6, "⟨G_Q, W_Q B⟩ − ⟨G_K, W_K Bᵀ⟩ for all B, relative", _imbalance(layer, x, y, skew=False), 1e-12),
         case.at_most(6, "the same on pure frames, for all skew B", _imbalance(pure, x, y, skew=True), 1e-12),
-        case.at_least(6, "share of AdamW's step along the orbit", plain_drift, 1e-2),
-        case.at_most(6, "share of the frames' step along the orbit, against AdamW's", frame_drift, plain_drift),
+        case.at_least(6, "share of AdamW's step along the orbit", _drift(without_bias, euclidean, x, y).min(), 1e-2),
+        case.at_most(
+            6,
+            "share of the frames' first step along it: off ½‖S‖·(1/‖g_Q‖ − 1/‖g_K‖) by",
+            _off_formula(without_bias, make, x, y),
+            1e-6,
+        ),
         case.at_most(6, "canonical frames, cores, biases of W and of a gauge transform of W: apart by", apart, 1e-10),
         case.at_most(6, "outputs after a signed permutation of canonical frames: changed by", turned, 1e-12),
     ]
@@ -98,30 +107,43 @@ def _query_key(layer: Layer) -> tuple[Tensor, Tensor]:
     return torch.stack(heads(layer, weight.detach())), torch.stack(heads(layer, weight.grad))
 
 
-def _drifts(
-    layer: Layer, x: Tensor, y: Tensor, euclidean: OptimizerFactory, make: OptimizerFactory
-) -> tuple[float, float]:
-    """The least share of all heads for plain weights, the largest for pure frames; biases zero and not trained."""
+def _without_bias(layer: Layer) -> Layer:
+    """A copy whose biases are zero and not trained, so that weights alone have the gauge."""
     layer = copy.deepcopy(layer)
-    bias = layer.qkv.bias
-    bias.data.zero_()
-    bias.requires_grad_(False)
-    pure = copy.deepcopy(layer)
-    patch(pure, core="identity")
-    return float(_drift(layer, euclidean, x, y).min()), float(_drift(pure, make, x, y).max())
+    layer.qkv.bias.data.zero_()
+    layer.qkv.bias.requires_grad_(False)
+    return layer
 
 
 def _drift(layer: Layer, make: OptimizerFactory, x: Tensor, y: Tensor) -> Tensor:
-    """Share along the orbit of the step after the warm-up, by head."""
+    """Share of a step along the orbit, by head, after the warm-up."""
+    layer = copy.deepcopy(layer)
     optimizer = make(layer.parameters(), lr=1e-4)
     for _ in range(WARM_UP):
         backward(layer, x, y)
         optimizer.step()
+    return _share_of_step(layer, optimizer, x, y)
+
+
+def _share_of_step(layer: Layer, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     before = diagnostics.snapshot(layer)
     backward(layer, x, y)
     optimizer.step()
     shares = diagnostics.gauge_drift(layer, before).values()
     return torch.cat([*shares]) if shares else torch.zeros(1)  # a layer without a gauge has no orbit
+
+
+def _off_formula(layer: Layer, make: OptimizerFactory, x: Tensor, y: Tensor) -> float:
+    """How far the share of the frames' first step, short enough for a linear law, is from ½‖S‖·|1/‖g_Q‖ − 1/‖g_K‖|."""
+    layer = copy.deepcopy(layer)
+    patch(layer, core="identity")
+    backward(layer, x, y)
+    weights, slopes = _query_key(layer)  # (2, heads, d, r)
+    A = weights.mT @ slopes
+    S = torch.linalg.matrix_norm((A[0] - A[0].mT) / 2)
+    g = (slopes.square().sum((2, 3)) - sym(A).square().sum((2, 3))).sqrt()
+    share = _share_of_step(layer, make(layer.parameters(), lr=1e-8), x, y)
+    return float((share - S * (1 / g[0] - 1 / g[1]).abs() / 2).abs().max())
 
 
 def _canonical_forms(layer: Layer, x: Tensor, values: Tensor, generator: torch.Generator) -> tuple[float, float]:
