@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     add("--p", type=int, default=53)
     add("--width", type=int, default=64)
     add("--heads", type=int, default=4)
-    add("--fraction", type=float, default=0.4, help="of the p² equations for training")
+    add("--fraction", type=float, default=0.5, help="of the p² equations for training")
     add("--epochs", type=int, default=20_000)
     add("--lr", type=float, default=1e-3)
     add("--weight-decay", type=float, default=1.0)

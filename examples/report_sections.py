@@ -1,6 +1,6 @@
 """The sections of the evidence report, each a Markdown table made from the finished runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from evidence import (
@@ -26,8 +26,10 @@ LADDER = (
     ("the start", "adamw", "adamw_default_init"),
     ("freezing, against AdamW", "adamw", "frozen"),
     ("freezing, against the fixed step", "fixed_step", "frozen"),
+    ("freezing, against geoopt's step", "geoopt_adam", "frozen"),
     ("freezing, against ours", OURS, "frozen"),
     ("the manifold, with geoopt's step", "geoopt_adam", "adamw"),
+    ("ours, against geoopt's step", OURS, "geoopt_adam"),
     ("scale free, against the fixed step", OURS, "fixed_step"),
     ("the fixed step's length", "fixed_step_long", "fixed_step"),
     ("scale free, against the long fixed step", OURS, "fixed_step_long"),
@@ -115,7 +117,22 @@ def sweep_section(records: Sequence[Record], main: dict) -> str:
             f"{100 * np.mean([run['test_accuracy'] for run in arms[arm].values()]):.1f}" for arm in (BASELINE, OURS)
         ]
         rows.append((f"{decay:g}", f"{images:,}", *scores, interval(paired(gains)), *spectra))
-    return table(("decay", "images", "adamw, %", "ours, %", "gain, points", "adamw: σ(W), rank of QKᵀ", "ours"), rows)
+    head = ("decay", "images", "adamw, %", "ours, %", "gain, points", "adamw: σ(W), rank of QKᵀ", "ours")
+    return f"{table(head, rows)}\n\n{dominance(sweep(records, main))}"
+
+
+def dominance(cells: Mapping[tuple[float, int], Sequence[float]]) -> str:
+    """Where the interval of the gain leaves 0 out."""
+    found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": []}
+    for (decay, images), gains in cells.items():
+        gain = paired(gains)
+        side = "ahead" if gain.low > 0 else "behind" if gain.high < 0 else "level"
+        found[side].append(f"{decay:g} × {images:,}")
+    words = {side: ", ".join(names) or "nowhere" for side, names in found.items()}
+    return (
+        f"`{OURS}` is ahead of AdamW (interval above 0) at decay × images: {words['ahead']}; behind (below 0): "
+        f"{words['behind']}; 0 is inside the interval: {words['level']}."
+    )
 
 
 def spectrum_words(runs: Sequence[Record]) -> str:

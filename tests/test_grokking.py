@@ -40,7 +40,7 @@ def test_looked_up_model_is_the_transformer_on_sequences():
 
 def test_every_equation_is_in_one_split():
     train, val = grokking.equations(config())
-    assert len(train) == round(0.4 * 49)
+    assert len(train) == round(0.5 * 49)
     assert {tuple(pair) for pair in torch.cat([train, val]).tolist()} == {(a, b) for a in range(7) for b in range(7)}
     assert len(train) + len(val) == 49
 
