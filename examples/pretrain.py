@@ -119,9 +119,7 @@ def build(args: argparse.Namespace, steps: int) -> tuple[nn.Module, torch.optim.
     # A grid of sines as the starting position embedding: in a run this short a random one costs points.
     sines = build_sincos2d_pos_embed([8, 8], dim=model.embed_dim)
     model.pos_embed.data.copy_(sines / sines.square().mean().sqrt() * 0.2)
-    optimizer = torch.optim.AdamW(
-        param_groups_weight_decay(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.98)
-    )
+    optimizer = torch.optim.AdamW(param_groups_weight_decay(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.98))
     scheduler = CosineLRScheduler(
         optimizer, t_initial=args.epochs * steps, warmup_t=min(2, args.epochs) * steps,
         warmup_lr_init=args.lr / 100, lr_min=args.lr / 1000, t_in_epochs=False, warmup_prefix=False,

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 SMALL = "small_vit"
 
 
-def starting_model(
-    name: str, classes: int, size: int | None, checkpoint: Path | None, pretrained: bool
-) -> nn.Module:
+def starting_model(name: str, classes: int, size: int | None, checkpoint: Path | None, pretrained: bool) -> nn.Module:
     """Model with `classes` outputs for images of `size` pixels (the architecture's own size by default)."""
     model = _build(name, classes, size, pretrained)
     _check_patches(name, model, size)

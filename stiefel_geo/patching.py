@@ -133,7 +133,7 @@ def _carriers(model: nn.Module) -> dict[str, FrameRows]:
 
 
 def _plain_key(prefix: str) -> str:
-    """"a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
+    """ "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
     owner, _, tensor = f".{prefix}".removesuffix(".0.").rpartition(".parametrizations.")
     return _join(owner.removeprefix("."), tensor)
 
@@ -260,9 +260,7 @@ def _patch_site(site: _Site, core: str) -> None:
 
 def _report(sites: list[_Site]) -> PatchReport:
     patched = [site.record for site in sites if site.record is not None]
-    skipped = [
-        Skipped(site.name, site.cls, site.reason or "not selected") for site in sites if site.record is None
-    ]
+    skipped = [Skipped(site.name, site.cls, site.reason or "not selected") for site in sites if site.record is None]
     return PatchReport(patched, skipped)
 
 

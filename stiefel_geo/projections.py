@@ -95,9 +95,7 @@ def resolve(attention: nn.Module, cls: type, layout: Layout) -> Plan:
     """The plan of `attention`, whose nearest registered class is `cls`. Raises LayoutError with the reason."""
     if layout.skip:
         raise LayoutError(layout.skip)
-    found = [
-        _projection(attention, layout, path, row) for row in layout.rows for path in _expand(attention, row)
-    ]
+    found = [_projection(attention, layout, path, row) for row in layout.rows for path in _expand(attention, row)]
     if not found:
         raise LayoutError(f"it has none of the projections {', '.join(layout.rows)}")
     biases = {role: path for role, path in layout.biases.items() if _get(attention, path) is not None}

@@ -73,9 +73,7 @@ class PatchReport:
 Entry = TypeVar("Entry", Patched, Skipped)
 
 
-def _grouped(
-    entries: Iterable[Entry], summary: Callable[[Entry], str]
-) -> Iterable[tuple[str, list[Entry]]]:
+def _grouped(entries: Iterable[Entry], summary: Callable[[Entry], str]) -> Iterable[tuple[str, list[Entry]]]:
     """Runs of entries with one summary, as lines that name the first and the last."""
     for text, run in groupby(entries, summary):
         group = list(run)

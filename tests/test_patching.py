@@ -154,8 +154,7 @@ def test_equal_weights_give_equal_frames() -> None:
     stiefel_geo.patch(model)
     stiefel_geo.patch(twin)
     assert all(
-        torch.equal(a, b)
-        for (_, a), (_, b) in zip(stiefel_geo.frames(model), stiefel_geo.frames(twin), strict=True)
+        torch.equal(a, b) for (_, a), (_, b) in zip(stiefel_geo.frames(model), stiefel_geo.frames(twin), strict=True)
     )
 
 
