@@ -286,7 +286,13 @@ def _head_rows(F: Tensor, C: Tensor | None) -> Tensor:
     Ft = F.transpose(-2, -1)  # the TorchScript ONNX exporter, timm's default, does not know .mT
     if C is None:
         return Ft
-    return Ft * C.unsqueeze(-1) if C.dim() == 2 else (C + C.transpose(-2, -1)) / 2 @ Ft
+    if C.dim() == 2:
+        return Ft * C.unsqueeze(-1)
+    C = (C + C.transpose(-2, -1)) / 2
+    if F.is_meta or not torch.is_autocast_enabled(F.device.type):
+        return C @ Ft
+    with torch.autocast(F.device.type, enabled=False):  # the weight is rounded once, not its factors
+        return C @ Ft
 
 
 def _watching() -> bool:

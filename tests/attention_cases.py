@@ -141,7 +141,7 @@ CASES = [
     ),
     Case("models.cpubone.ConvAttention", "cpubone_nano", 64, {}, {"pwise": "q 1x48, k 1x48, v 48"}),
     Case("models.fastvit.Attention", "fastvit_mci0", 64, {"layers": (1, 1, 1, 1)}, {"qkv": "q 16x32, k 16x32, v 512"}),
-    Case("models.iformer.SHMA", "iformer_t", 128, {}, {"q.c": "q 1x64", "k.c": "k 1x64"}),
+    Case("models.iformer.SHMA", "iformer_t", 224, {}, {"q.c": "q 1x64", "k.c": "k 1x64"}),
     Case(
         "models.swin_transformer.WindowAttention",
         "swin_tiny_patch4_window7_224",

@@ -179,6 +179,15 @@ def test_frames_stay_manifold_parameters_through_meta_and_back() -> None:
     assert isinstance(rows_of(linear).frames.manifold, PolarStiefel)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast_does_not_touch_the_product_of_frame_and_core(compiled: bool) -> None:
+    rows = rows_of(carried())
+    assemble = torch.compile(rows, fullgraph=True, backend="eager") if compiled else rows
+    with torch.autocast("cpu", torch.bfloat16):
+        weight = assemble()
+    assert torch.equal(weight, rows())
+
+
 def test_frozen_core_stays_frozen_when_the_model_is_thawed() -> None:
     linear = carried("freeze").requires_grad_(True)
     assert not rows_of(linear).core.requires_grad

@@ -161,8 +161,8 @@ def test_global_blocks_of_gcvit_have_frames_of_keys_alone() -> None:
     plain = case.model()
     model = copy.deepcopy(plain)
     stiefel_geo.patch(model)
-    pairs = zip(plain.modules(), model.modules(), strict=False)
-    old, new = next((a, b) for a, b in pairs if getattr(a, "use_global", None) is True and hasattr(a, "qkv"))
+    name = next(name for name, module in plain.named_modules() if getattr(module, "use_global", False) is True)
+    old, new = plain.get_submodule(name), model.get_submodule(name)
     keys = old.qkv.weight.detach()[: old.qkv.in_features].unflatten(0, (old.num_heads, -1))
     assert _head_error(new.qkv, list(keys)) < 1e-12
 
