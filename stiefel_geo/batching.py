@@ -112,16 +112,24 @@ def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, se
     groups = _pieces([len(work[at]) for at in alike], most, CPU_JOIN_BYTES // frame_bytes if on_cpu else most)
     grads = [_frames(lists.grads[at]).to(W.dtype) for at in alike]
     stacks = [work[at] for at in alike], grads, [lists.exp_avgs[at] for at in alike]
-    batches = [Batch(*(_gather(stack, pieces) for stack in stacks)) for pieces in groups]
-
     kept = [[tensors[at] for at in alike] for tensors in lists[4:]]
-    scalars = Scalars(*(torch.cat(tensors) for tensors in kept))
-    update_(batches, scalars, settings)
-    for tensors, joined in zip(kept, scalars, strict=True):
-        torch._foreach_copy_(tensors, torch.split(joined, [len(tensor) for tensor in tensors]))
-    for pieces, batch in zip(groups, batches, strict=True):
-        _scatter_(stacks[0], pieces, batch.W)
-        _scatter_(stacks[2], pieces, batch.m)
+    for bunch in _bunches(groups):
+        batches = [Batch(*(_gather(stack, pieces) for stack in stacks)) for pieces in bunch]
+        every = [piece for pieces in bunch for piece in pieces]
+        scalars = Scalars(*(_gather(tensors, every) for tensors in kept))
+        update_(batches, scalars, settings)
+        for tensors, joined in zip(kept, scalars, strict=True):
+            _scatter_(tensors, every, joined)
+        for pieces, batch in zip(bunch, batches, strict=True):
+            _scatter_(stacks[0], pieces, batch.W)
+            _scatter_(stacks[2], pieces, batch.m)
+
+
+def _bunches(groups: list[list[Piece]]) -> list[list[list[Piece]]]:
+    """Batches whose scalars are stepped at once: all that are views; a joined one alone, to hold one copy at a time."""
+    views = [pieces for pieces in groups if len(pieces) == 1]
+    joined = [[pieces] for pieces in groups if len(pieces) > 1]
+    return [views, *joined] if views else joined
 
 
 def _pieces(sizes: list[int], most: int, joined: int) -> list[list[Piece]]:
