@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import stiefel
+from .assembled import Watch, watching
 from .layouts import Rows
 from .manifold import PolarStiefel
 from .sharding import is_sharded
@@ -75,31 +76,6 @@ def retire(parameter: Tensor, replaced_by: str) -> None:
     parameter._stiefel_geo_retired = sentence  # type: ignore[attr-defined]
 
 
-class AssembledWeight(Tensor):
-    """A weight made from frames for one forward. Behaves as a plain tensor; a write to it is noticed.
-
-    `.data` shares the version counter here, and assigning it is refused: `weight.data.mul_(…)` and
-    `weight.data = …` on a parametrized weight would otherwise be lost without a word.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        raise RuntimeError(LOST_WRITE)
-
-
-LOST_WRITE = (
-    "A weight made from frames is assembled anew at every use, so a write into it is lost, and one was made "
-    "(nn.init, copy_, .data, a loader, or an init function). Assign instead, `module.weight = tensor`; or write "
-    "inside `with stiefel_geo.patching.unpatched(model):`, which factorises what it finds afterwards; or patch last."
-)
-
-
 IDENTITY_WRITE = (
     'core="identity" leaves frames alone in the projection, and a weight in general is not one; unpatch(model), '
     "assign the weight, and patch(model, core=...) again."
@@ -122,7 +98,7 @@ class FrameRows(nn.Module):
         self.rows, self.shape, self.dtype, self.core_mode = rows, weight.shape, weight.dtype, core
         self.stacks = len(rows.roles)
         self._live = False  # right_inverse is silent until the frames are in
-        self._written: tuple[Tensor, int] | None = None
+        self._watch = Watch()
         self.order: tuple[str, ...] = ()  # the owner's parameters as they stood, for plain keys in plain order
         _, rest = rows.split(weight.detach().flatten(1))
         self.rest = None if rest is None else nn.Parameter(rest.clone(), weight.requires_grad)
@@ -166,7 +142,7 @@ class FrameRows(nn.Module):
         _, rest = self.rows.split(weight.detach().flatten(1))
         if self.rest is not None and rest is not None:
             self.rest.data.copy_(rest)
-        self._written = None
+        self._watch.forget()
 
     def _fit_core(self, name: str, core: Tensor, value: Tensor) -> None:
         """Make room for a core of the other form: diagonal (n, r) where symmetric (n, r, r) was, or back."""
@@ -178,10 +154,10 @@ class FrameRows(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight, in its own shape and dtype."""
-        if not _watching():
+        if not watching():
             return self.assemble()
-        self.refuse_lost_write()
-        return self._watched(self.assemble())
+        self._watch.refuse_lost_write()
+        return self._watch.hand_out(self.assemble())
 
     def assemble(self) -> Tensor:
         cores: list[Tensor | None] = [core for _, core in self.named_cores()]
@@ -209,18 +185,7 @@ class FrameRows(nn.Module):
 
     def refuse_lost_write(self) -> None:
         """Raise if the weight that the last forward handed out was written to."""
-        if self._written is not None and self._written[0]._version != self._written[1]:
-            self._written = None
-            raise RuntimeError(LOST_WRITE)
-
-    def _watched(self, weight: Tensor) -> Tensor:
-        """Hand the weight out, and keep its version counter (without its memory) to notice writes."""
-        if type(weight) is not Tensor:  # fake and distributed tensors
-            return weight
-        counter = weight.detach()
-        counter.data = weight.new_empty(0)
-        self._written = counter, counter._version
-        return weight.as_subclass(AssembledWeight)
+        self._watch.refuse_lost_write()
 
     def _rewrap(self) -> None:
         """Frames stay ManifoldParameters where PyTorch puts plain ones: to_empty, load_state_dict(assign=True)."""
@@ -260,14 +225,14 @@ class FrameRows(nn.Module):
                 self._fit_core(name, core, state_dict[prefix + name])
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._rewrap()
-        self._written = None
+        self._watch.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         for _, value in self.named_frames():  # geoopt's own deepcopy refuses half-precision and meta frames
             memo[id(value)] = as_frames(value.detach().clone(), value.requires_grad)
         replica = self.__new__(type(self))
         memo[id(self)] = replica
-        replica.__dict__ = copy.deepcopy(self.__dict__ | {"_written": None}, memo)
+        replica.__dict__ = copy.deepcopy(self.__dict__, memo)
         replica._rewrap()
         return replica
 
@@ -293,8 +258,3 @@ def _head_rows(F: Tensor, C: Tensor | None) -> Tensor:
         return C @ Ft
     with torch.autocast(F.device.type, enabled=False):  # the weight is rounded once, not its factors
         return C @ Ft
-
-
-def _watching() -> bool:
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # torch.func.grad and its like
-    return not (transformed or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None)

@@ -2,11 +2,10 @@
 
 import importlib
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import geoopt
 from torch import nn
@@ -14,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import rewriting
 from .carrying import RECORD, biases_of, carry, finite, fold, forget, plain_weights, plan_of
-from .frames import FrameRows
 from .layouts import LayoutError, class_name, find
+from .plain_keys import carriers_of, plain_state_dict
 from .projections import Plan, factorise
 from .report import Patched, PatchReport, Skipped
 from .rewriting import unpatched
@@ -86,7 +85,7 @@ def unpatch(model: nn.Module) -> None:
 
 def frames(model: nn.Module) -> Iterator[tuple[str, geoopt.ManifoldParameter]]:
     """Names and frames (n, d, r) of a patched model, as in `model.named_parameters()`."""
-    for prefix, carried in _carriers(model).items():
+    for prefix, carried in carriers_of(model).items():
         for name, value in carried.named_frames():
             yield prefix + name, value
 
@@ -96,56 +95,10 @@ def cores(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
     Diagonal (n, r) or symmetric (n, r, r). Frozen cores are buffers and are not among them.
     """
-    for prefix, carried in _carriers(model).items():
+    for prefix, carried in carriers_of(model).items():
         for name, value in carried.named_cores():
             if isinstance(value, nn.Parameter):
                 yield prefix + name, value
-
-
-def plain_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """The state dict that the unpatched model would have: its keys in its order, frames folded into weights."""
-    state, carriers = model.state_dict(), _carriers(model)
-    folded = {_plain_key(prefix): carried.assemble().detach() for prefix, carried in carriers.items()}
-    siblings: dict[str, list[str]] = {key.rpartition(".")[0]: [] for key in folded}  # owner → its parameters
-    for prefix, carried in carriers.items():
-        owner = _plain_key(prefix).rpartition(".")[0]
-        siblings[owner] = max(siblings[owner], [_join(owner, name) for name in carried.order], key=len)
-    plain: OrderedDict[str, Any] = OrderedDict()
-    for key in state:
-        ahead = [name for owner in _owners(key) for name in siblings.get(owner, [])]
-        kept = [] if key.startswith(tuple(carriers)) else [key]
-        for name in ahead + kept:
-            if name not in plain and (name in state or name in folded):
-                plain[name] = folded[name] if name in folded else state[name]
-    _copy_metadata(state, plain)
-    return plain
-
-
-def _copy_metadata(state: Any, plain: Any) -> None:
-    """Versions of the modules, which some of them read on loading."""
-    metadata = getattr(state, "_metadata", {})
-    plain._metadata = OrderedDict((k, v) for k, v in metadata.items() if ".parametrizations" not in f".{k}")
-
-
-def _carriers(model: nn.Module) -> dict[str, FrameRows]:
-    """Prefix of the names of its parameters → what carries a projection."""
-    return {f"{name}.": module for name, module in model.named_modules() if isinstance(module, FrameRows)}
-
-
-def _plain_key(prefix: str) -> str:
-    """ "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
-    owner, _, tensor = f".{prefix}".removesuffix(".0.").rpartition(".parametrizations.")
-    return _join(owner.removeprefix("."), tensor)
-
-
-def _join(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name
-
-
-def _owners(key: str) -> list[str]:
-    """Modules that a key lies in, the model itself first."""
-    parts = key.split(".")[:-1]
-    return [".".join(parts[:i]) for i in range(len(parts) + 1)]
 
 
 def _check(model: nn.Module, core: str) -> None:

@@ -39,7 +39,8 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
 
     for parameter in model.parameters():
         fan_in = parameter[0].numel() if parameter.dim() > 1 else 0
-        parameter.add_(noise(parameter) * (0.3 if fan_in == 0 else fan_in**-0.5 if parameter.std(correction=0) < 0.05 else 0.0))
+        small = parameter.std(correction=0) < 0.05
+        parameter.add_(noise(parameter) * (0.3 if fan_in == 0 else fan_in**-0.5 if small else 0.0))
     for name, buffer in model.named_buffers():
         if name.endswith("running_mean"):
             buffer.add_(0.3 * noise(buffer))

@@ -24,10 +24,10 @@ PUBLIC = {
 }
 # Lower floors may not import from higher ones.
 FLOORS = [
-    {"stiefel", "precision", "sharding", "layouts", "report"},
+    {"stiefel", "precision", "sharding", "layouts", "report", "assembled"},
     {"retraction", "manifold"},
     {"step", "frames"},
-    {"batching", "riemannian", "projections"},
+    {"batching", "riemannian", "projections", "plain_keys"},
     {"checks", "carrying"},
     {"loading", "rewriting"},
     {"optim", "patching"},

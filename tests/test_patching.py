@@ -319,11 +319,11 @@ def test_meta_model_gets_the_shapes_of_the_real_one(build: Build) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_model_keeps_its_function(dtype: torch.dtype) -> None:
     model = small_vit().to(dtype)
-    exact = copy.deepcopy(model).double()
-    reference = exact(images(exact))
-    error = relative(model(images(model)).double(), reference)
+    x = images(model, batch=256)  # rounding errors of a few logits vary too much to be compared
+    reference = copy.deepcopy(model).double()(x.double())
+    error = relative(model(x).double(), reference)
     stiefel_geo.patch(model)
-    assert relative(model(images(model)).double(), reference) < 1.6 * error
+    assert relative(model(x).double(), reference) < 1.6 * error
 
 
 @pytest.mark.cuda
