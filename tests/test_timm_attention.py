@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import stiefel_geo
 from stiefel_geo.carrying import plan_of
+from stiefel_geo.frames import FrameRows
 from stiefel_geo.integrations.timm_attention import TABLE, register_attention
 from stiefel_geo.layouts import Layout, Rows
 
@@ -130,6 +131,30 @@ def test_frames_are_those_of_the_heads_cut_by_hand(case: Case) -> None:
 @each_class
 def test_value_rows_are_bit_identical(case: Case) -> None:
     assert of(case).changed_values == []
+
+
+def rest_of_biases(model: torch.nn.Module, layouts: dict[str, Rows]) -> dict[str, torch.Tensor]:
+    """The bias entries of the rows that are neither query nor key, by projection."""
+    found = {}
+    for name, rows in layouts.items():
+        bias = getattr(model.get_submodule(name), "bias", None)
+        rest = None if bias is None else rows.split(bias.detach()[:, None])[1]
+        if rest is not None:
+            found[name] = rest
+    return found
+
+
+@each_class
+def test_value_biases_are_bit_identical(case: Case) -> None:
+    model = case.model()
+    plain = copy.deepcopy(model)
+    stiefel_geo.patch(model)
+    suffix = ".parametrizations.weight.0"
+    carriers = {name: part for name, part in model.named_modules() if isinstance(part, FrameRows)}
+    layouts = {name.removesuffix(suffix): part.rows for name, part in carriers.items() if name.endswith(suffix)}
+    before, after = rest_of_biases(plain, layouts), rest_of_biases(model, layouts)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 @each_class
