@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import stiefel
 from .carrying import plain_weights, plan_of
 from .layouts import LayoutError, find
-from .patching import frames
+from .patching import frames, load_table
 from .projections import Plan, Projection
 from .sharding import local
 
@@ -131,8 +131,7 @@ def _core_values(core: Tensor) -> Tensor:
 
 def _plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
     """Every attention module whose query and key rows are known."""
-    from .integrations import timm_attention  # noqa: F401  # fills the registry; lazy, as imports go one way
-
+    load_table()
     for name, module in model.named_modules():
         if find(module) is not None:
             try:

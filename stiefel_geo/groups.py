@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .frames import FrameRows
 from .patching import cores, frames
+from .plain_keys import carriers_of, plain_key
 
 KINDS = ("frames", "cores", "decayed", "undecayed")
 
@@ -60,8 +60,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Name of each parameter → its name in the unpatched model; frames, cores and rest are "….weight" there."""
-    carried = [f"{name}." for name, module in model.named_modules() if isinstance(module, FrameRows)]
-    plain = {prefix: prefix.removesuffix(".0.").replace("parametrizations.", "") for prefix in carried}
+    plain = {prefix: plain_key(prefix) for prefix in carriers_of(model)}
     names = {}
     for name, _ in model.named_parameters():
         prefix = name.rpartition(".")[0] + "."

@@ -11,10 +11,10 @@ from .frames import FrameRows
 def plain_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """The state dict that the unpatched model would have: its keys in its order, frames folded into weights."""
     state, carriers = model.state_dict(), carriers_of(model)
-    folded = {_plain_key(prefix): carried.assemble().detach() for prefix, carried in carriers.items()}
+    folded = {plain_key(prefix): carried.assemble().detach() for prefix, carried in carriers.items()}
     siblings: dict[str, list[str]] = {key.rpartition(".")[0]: [] for key in folded}  # owner → its parameters
     for prefix, carried in carriers.items():
-        owner = _plain_key(prefix).rpartition(".")[0]
+        owner = plain_key(prefix).rpartition(".")[0]
         siblings[owner] = max(siblings[owner], [_join(owner, name) for name in carried.order], key=len)
     plain: OrderedDict[str, Any] = OrderedDict()
     for key in state:
@@ -38,7 +38,7 @@ def carriers_of(model: nn.Module) -> dict[str, FrameRows]:
     return {f"{name}.": module for name, module in model.named_modules() if isinstance(module, FrameRows)}
 
 
-def _plain_key(prefix: str) -> str:
+def plain_key(prefix: str) -> str:
     """ "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
     owner, _, tensor = f".{prefix}".removesuffix(".0.").rpartition(".parametrizations.")
     return _join(owner.removeprefix("."), tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .precision import full_precision
-from .step import NOISE, Settings
+from .step import NOISE, Scalars, Settings, advance_second_moment_, cap_, step_factor
 
 
 def _scalars(p: geoopt.ManifoldParameter, x: Tensor) -> Tensor:
@@ -42,23 +42,14 @@ def step_(p: geoopt.ManifoldParameter, state: dict[str, Any], settings: Settings
 
 
 def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any], settings: Settings) -> None:
-    m, v, t = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    m, scalars = state["exp_avg"], Scalars(*(state[key] for key in Scalars._fields))
+    v = scalars.exp_avg_sq
     g, size_g = _gradient(manifold, x, G, v)
-    finite = torch.isfinite(size_g)
-    g, size_g = torch.where(finite, g, 0.0), torch.where(finite, size_g, 0.0)
-    t.add_(finite)
-    state["skipped"].add_(~finite)
-    m.lerp_(g, finite.to(m.dtype) * (1 - settings.beta1))
-    points = m.numel() // max(v.numel(), 1)
-    v.lerp_(size_g.square() / points, finite.double() * (1 - settings.beta2))
-
-    v_hat = v / (1 - settings.beta2 ** t.double())
-    factor = settings.lr / ((1 - settings.beta1 ** t.double()) * v_hat.sqrt())
-    factor = torch.where(finite & (v > 0), factor, 0.0)
-    length = factor * _size(manifold, x, m, v)
-    too_long = length > settings.trust_radius
-    state["capped"].add_(too_long)
-    factor = torch.where(too_long, factor * (settings.trust_radius / length), factor)
+    coordinates = m.numel() // max(v.numel(), 1)
+    finite = advance_second_moment_(scalars, size_g.square() / coordinates, settings)
+    m.lerp_(torch.where(finite, g, 0.0), finite.to(m.dtype) * (1 - settings.beta1))
+    factor = torch.where(finite & (v > 0), step_factor(scalars, settings), 0.0)
+    factor, length = cap_(scalars, factor, factor * _size(manifold, x, m, v), settings.trust_radius)
 
     sign = 1.0 if settings.maximize else -1.0
     y, transported = manifold.retr_transp(x, (sign * factor).to(m.dtype) * m, m)
