@@ -47,7 +47,7 @@ def test_step_equals_the_literal_twin(shape: tuple[int, ...], settings: dict) ->
     assert state["step"].tolist() == [twin.t for twin in expected]
 
 
-@pytest.mark.parametrize("k", [-40, -13, 1, 40])
+@pytest.mark.parametrize("k", [-80, -40, -13, 1, 40, 80])
 def test_powers_of_two_leave_the_path_bit_identical(k: int) -> None:
     plain, scaled = (frame(3, 16, 4, dtype=torch.float32) for _ in range(2))
     grads = gradients((3, 16, 4), 60, torch.float32)
