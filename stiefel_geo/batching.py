@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from .precision import full_precision
-from .sharding import like, local
+from .sharding import is_sharded, like, local
 from .step import Batch, Scalars, Settings, update_
 
-# Bytes of W in a batch: on a CPU what the caches hold, on an accelerator enough to keep it busy.
-CPU_BATCH_BYTES = 5 << 20
+# Bytes of W in a batch: on a CPU what the caches hold, and a share of all frames, since a batch needs memory of its
+# own, about twice as much; on an accelerator enough to keep it busy.
+CPU_BATCH_BYTES = (512 << 10, 5 << 20)
+CPU_BATCH_SHARE = 6
 DEVICE_BATCH_BYTES = 1 << 30
-# On a CPU only parameters up to this size are joined: for larger ones the copies cost more than the calls.
+# On a CPU only parameters up to this size are joined by a copy: for larger ones it costs more than calls do.
 CPU_JOIN_BYTES = 64 << 10
 
 
@@ -35,9 +37,11 @@ class FrameLists(NamedTuple):
         """Append a parameter that has a gradient, with its state."""
         keys = ("exp_avg", "exp_avg_sq", "step", "skipped", "capped")
         assert p.grad is not None
-        entries = (p, p.grad, state.get("master", p), *(state[key] for key in keys))
+        entries: tuple[Tensor, ...] = (p, p.grad, state.get("master", p), *(state[key] for key in keys))
+        if is_sharded(p):
+            entries = tuple(map(local, entries))
         for target, entry in zip(self, entries, strict=True):
-            target.append(local(entry))
+            target.append(entry)
 
 
 class Piece(NamedTuple):
@@ -46,6 +50,18 @@ class Piece(NamedTuple):
     at: int
     start: int
     stop: int
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What the parameters' tensors (N, …) hold of these frames, as a view."""
+        whole = tensors[self.at]
+        return whole if self.size == whole.shape[0] else whole[self.start : self.stop]
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+Part = list[Piece]  # frames that go through as one tensor: of one parameter a view, of several a copy
 
 
 def is_half(p: Tensor) -> bool:
@@ -99,63 +115,88 @@ def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
     """Places of the parameters that step together: those of equal (d, r), dtype and device."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for at, W in enumerate(work):
-        if len(W):
+        if W.shape[0]:
             alike.setdefault((W.shape[1:], W.dtype, W.device) if join else (at,), []).append(at)
     return list(alike.values())
 
 
 def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
     """Step parameters of equal (d, r): their frames in batches, their scalars all at once."""
-    W = work[alike[0]]
-    on_cpu, frame_bytes = W.device.type == "cpu", W[0].numel() * W.element_size()
-    most = max(1, (CPU_BATCH_BYTES if on_cpu else DEVICE_BATCH_BYTES) // frame_bytes)
-    groups = _pieces([len(work[at]) for at in alike], most, CPU_JOIN_BYTES // frame_bytes if on_cpu else most)
-    grads = [_frames(lists.grads[at]).to(W.dtype) for at in alike]
+    most, joined = _batch_sizes([work[at] for at in alike])
+    parts = _parts([work[at].shape[0] for at in alike], most, joined)
+    grads = [_frames(lists.grads[at]).to(work[at].dtype) for at in alike]
     stacks = [work[at] for at in alike], grads, [lists.exp_avgs[at] for at in alike]
     kept = [[tensors[at] for at in alike] for tensors in lists[4:]]
-    for bunch in _bunches(groups):
-        batches = [Batch(*(_gather(stack, pieces) for stack in stacks)) for pieces in bunch]
-        every = [piece for pieces in bunch for piece in pieces]
+    for bunch in _bunches(parts, most):
+        batches = [_batch(stacks, batch) for batch in bunch]
+        every = [piece for batch in bunch for part in batch for piece in part]
         scalars = Scalars(*(_gather(tensors, every) for tensors in kept))
         update_(batches, scalars, settings)
-        for tensors, joined in zip(kept, scalars, strict=True):
-            _scatter_(tensors, every, joined)
-        for pieces, batch in zip(bunch, batches, strict=True):
-            _scatter_(stacks[0], pieces, batch.W)
-            _scatter_(stacks[2], pieces, batch.m)
+        for tensors, stepped in zip(kept, scalars, strict=True):
+            _scatter_(tensors, every, stepped)
+        for cut, batch in zip(bunch, batches, strict=True):
+            for part, W, m in zip(cut, batch.W, batch.m, strict=True):
+                _scatter_(stacks[0], part, W)
+                _scatter_(stacks[2], part, m)
 
 
-def _bunches(groups: list[list[Piece]]) -> list[list[list[Piece]]]:
-    """Batches whose scalars are stepped at once: all that are views; a joined one alone, to hold one copy at a time."""
-    views = [pieces for pieces in groups if len(pieces) == 1]
-    joined = [[pieces] for pieces in groups if len(pieces) > 1]
-    return [views, *joined] if views else joined
+def _batch(stacks: Sequence[Sequence[Tensor]], parts: list[Part]) -> Batch:
+    W, G, m = ([_gather(stack, part) for part in parts] for stack in stacks)
+    return Batch(W, G, m, [sum(piece.size for piece in part) for part in parts])
 
 
-def _pieces(sizes: list[int], most: int, joined: int) -> list[list[Piece]]:
-    """Cut parameters of `sizes` frames into batches of at most `most`, in order, joining those of up to `joined`."""
-    groups: list[list[Piece]] = []
-    room = 0  # frames that still fit the last group
+def _batch_sizes(work: Sequence[Tensor]) -> tuple[int, int]:
+    """How many frames a batch may hold, and up to how many of one parameter are joined with others by a copy."""
+    frame_bytes = work[0][0].numel() * work[0].element_size()
+    if work[0].device.type != "cpu":
+        most = max(1, DEVICE_BATCH_BYTES // frame_bytes)
+        return most, most
+    smallest, largest = CPU_BATCH_BYTES
+    share = sum(W.shape[0] for W in work) * frame_bytes // CPU_BATCH_SHARE
+    return max(1, min(max(share, smallest), largest) // frame_bytes), CPU_JOIN_BYTES // frame_bytes
+
+
+def _bunches(parts: list[Part], most: int) -> list[list[list[Part]]]:
+    """Batches of up to `most` frames, in bunches whose scalars are stepped at once.
+
+    All parts that are views make one bunch; a joined part is one alone, so that one copy is held at a time.
+    """
+    batches: list[list[Part]] = []
+    room = 0  # frames that still fit the last batch
+    for part in (part for part in parts if len(part) == 1):
+        n = part[0].size
+        if n > room:
+            batches.append([])
+            room = most
+        batches[-1].append(part)
+        room -= n
+    joined = [[[part]] for part in parts if len(part) > 1]
+    return [batches, *joined] if batches else joined
+
+
+def _parts(sizes: list[int], most: int, joined: int) -> list[Part]:
+    """Cut parameters of `sizes` frames into parts of at most `most`, in order, joining those of up to `joined`."""
+    groups: list[Part] = []
+    room = 0  # frames that still fit the last part
     for at, n in enumerate(sizes):
         if n <= min(joined, room):
             groups[-1].append(Piece(at, 0, n))
             room -= n
             continue
-        parts = math.ceil(n / most)
-        edges = [n * part // parts for part in range(parts + 1)]
+        cuts = math.ceil(n / most)
+        edges = [n * cut // cuts for cut in range(cuts + 1)]
         groups.extend([Piece(at, start, stop)] for start, stop in itertools.pairwise(edges))
         room = most - n if n <= joined else 0
     return groups
 
 
-def _gather(stack: Sequence[Tensor], pieces: list[Piece]) -> Tensor:
+def _gather(tensors: Sequence[Tensor], part: Part) -> Tensor:
     """The frames of the pieces: a view of one parameter, or a copy of several."""
-    parts = [stack[at][start:stop] for at, start, stop in pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return part[0].of(tensors) if len(part) == 1 else torch.cat([piece.of(tensors) for piece in part])
 
 
-def _scatter_(stack: Sequence[Tensor], pieces: list[Piece], batch: Tensor) -> None:
-    """Write a batch back that `_gather` copied."""
-    if len(pieces) > 1:
-        parts = torch.split(batch, [stop - start for _, start, stop in pieces])
-        torch._foreach_copy_([stack[at][start:stop] for at, start, stop in pieces], parts)
+def _scatter_(tensors: Sequence[Tensor], part: Part, joined: Tensor) -> None:
+    """Write back what `_gather` copied."""
+    if len(part) > 1:
+        pieces = torch.split(joined, [piece.size for piece in part])
+        torch._foreach_copy_([piece.of(tensors) for piece in part], pieces)

@@ -97,6 +97,10 @@ def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
     Z = D / halfwidth
     _diagonal(Z).sub_(center / halfwidth)
     degree = len(c) - 1
+    if degree == 2:  # the usual case, in one call
+        result = torch.baddbmm(Z, Z, Z, beta=c[1], alpha=c[2])
+        _diagonal(result).add_(c[0])
+        return result
     s = min(degree, 2 if degree <= 4 else 3)
     powers = [Z]
     while len(powers) < s:
@@ -119,16 +123,23 @@ def _diagonal(A: Tensor) -> Tensor:
     return A.diagonal(dim1=-2, dim2=-1)
 
 
-def retract(Y: Tensor, bound: float, *, moved: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def retract(Y: Tensor, bound: float, *, moved: Tensor | None = None) -> Tensor:
     """Polar factor Y(YᵀY)^{−1/2} of Y = W + ξ, shape (n, d, r), for tangent steps with ‖ξ‖_F ≤ `bound`.
 
     The Gram matrix is formed from Y itself, so frames with a small defect are repaired on the way.
     Frames where `moved` (n,) is False come back bit for bit.
     """
+    return torch.bmm(*factors(Y, bound, None if moved is None else moved[:, None, None]))
+
+
+def factors(Y: Tensor, bound: float, moved: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Z (n, d, r) and C (n, r, r) whose product, the last of `retract`, is the polar factor of Y; moved (n, 1, 1)."""
     plan = polar_plan(bound, torch.finfo(Y.dtype).eps)
     for polynomial in plan:
         C = evaluate(polynomial, stiefel.cross(Y, Y))
         if moved is not None:
-            C = torch.where(moved[:, None, None], C, torch.eye(C.shape[-1], dtype=C.dtype, device=C.device))
-        Y = torch.bmm(Y, C, out=out if polynomial is plan[-1] else None)
-    return Y
+            C = torch.where(moved, C, torch.eye(C.shape[-1], dtype=C.dtype, device=C.device))
+        if polynomial is plan[-1]:
+            break
+        Y = torch.bmm(Y, C)
+    return Y, C

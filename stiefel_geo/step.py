@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .retraction import retract
+from .retraction import factors
 
 # A tangent part below NOISE·eps·‖G‖ is the rounding error of the projection, not a direction.
 NOISE = 16.0
@@ -36,11 +36,24 @@ SMALLEST_UNIT = 2.0**-126
 
 
 class Batch(NamedTuple):
-    """n ≥ 1 frames with their gradients and momentum, contiguous (n, d, r) of one dtype, float32 or float64."""
+    """n ≥ 1 frames with their gradients and momentum, of one dtype, float32 or float64.
 
-    W: Tensor
-    G: Tensor  # read only
-    m: Tensor
+    They come in parts, contiguous (n_i, d, r), as they lie in memory: what is d×r goes through part by part,
+    what is r×r for all parts at once.
+    """
+
+    W: list[Tensor]
+    G: list[Tensor]  # read only
+    m: list[Tensor]
+    sizes: list[int]  # n_i
+
+    @property
+    def n(self) -> int:
+        return sum(self.sizes)
+
+    def split(self, stack: Tensor) -> tuple[Tensor, ...]:
+        """The same parts of a stack (n, …)."""
+        return (stack,) if len(self.sizes) == 1 else stack.split_with_sizes(self.sizes)
 
 
 class Scalars(NamedTuple):
@@ -67,10 +80,11 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
 
     A frame whose gradient is not finite stays as it was, state included, and is counted.
     """
-    workspace = torch.empty_like(max((batch.W for batch in batches), key=len))
-    sizes = [advance_momentum_(batch, settings.beta1, workspace[: len(batch.W)]) for batch in batches]
-    g_sq, G_sq, m_sq = torch.cat(sizes, dim=1)
-    _, d, r = workspace.shape
+    _, d, r = batches[0].W[0].shape
+    workspace = batches[0].W[0].new_empty(max(batch.n for batch in batches), d, r)
+    sizes = [advance_momentum_(batch, settings.beta1, workspace[: batch.n]) for batch in batches]
+    g_sq, G_sq = squares(torch.cat(sizes, dim=1), settings.beta1, torch.finfo(workspace.dtype).eps)
+    m_sq = norms([m for batch in batches for m in batch.m]).square_()
 
     floor_sq = (NOISE * torch.finfo(workspace.dtype).eps) ** 2 * G_sq
     finite = advance_second_moment_(scalars, torch.where(g_sq <= floor_sq, 0.0, g_sq) / (d * r), settings)
@@ -82,37 +96,51 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
     largest = torch.finfo(workspace.dtype).max
     scale = (factor if settings.maximize else -factor).clamp(-largest, largest).to(workspace.dtype)
     all_move = _reads_are_free(scale) and bool((scale != 0).all())
-    for batch, part in zip(batches, torch.split(scale, [len(batch.W) for batch in batches]), strict=True):
-        move_(batch, part, bound, workspace[: len(batch.W)], all_move=all_move)
+    scales = scale[:, None, None].split_with_sizes([batch.n for batch in batches])
+    for batch, part in zip(batches, scales, strict=True):
+        move_(batch, part, bound, workspace[: batch.n], all_move=all_move)
 
 
 def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
-    """m ← P_W(β₁ m + (1−β₁) g) in place, with U as workspace; returns ‖g‖², ‖G‖² and ‖m‖² as (3, n) float64.
+    """m ← P_W(β₁ m + (1−β₁) g) in place, with U as workspace; returns the norms that `squares` takes, (3, n).
 
     P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
-    product with W serves the gradient and the transport. The tangent g and the normal θ·W·sym(Wᵀm) are orthogonal,
-    so Pythagoras gives ‖g‖² from ‖U‖², and ‖G‖² from ‖g‖². The subtraction loses nothing that v could see:
-    sym(Wᵀm) is of the order of the last step times m, and v remembers the gradients that m is made of.
+    product with W serves the gradient and the transport.
     """
-    W, G, m = batch
-    n, theta = len(W), beta1 / (1 - beta1)
-    products = W.new_empty(2 * n, W.shape[2], W.shape[2])
-    torch.bmm(W.mT, G, out=products[:n])
-    torch.bmm(W.mT, m, out=products[n:])
+    n, theta = batch.n, beta1 / (1 - beta1)
+    products = U.new_empty(2, n, U.shape[2], U.shape[2])
+    for W, G, m, WtG, Wtm in zip(batch.W, batch.G, batch.m, *map(batch.split, products), strict=True):
+        torch.bmm(W.mT, G, out=WtG)
+        torch.bmm(W.mT, m, out=Wtm)
     AB = products + products.mT  # twice the symmetric parts
-    torch.baddbmm(G, W, torch.add(AB[:n], AB[n:], alpha=theta), alpha=-0.5, out=U)
-    normal, transport, tangent = norms(AB, U).square_().view(3, n)
-    transport *= (theta / 2) ** 2
-    g_sq = tangent - transport
-    # After momentum a zero gradient leaves the rounding error of the difference, which v without memory would believe.
-    g_sq = g_sq.masked_fill_(g_sq <= NOISE * torch.finfo(W.dtype).eps * transport, 0)
-    finite = torch.isfinite(tangent)
+    S = torch.add(AB[0], AB[1], alpha=theta, out=products[0])
+    parts = batch.split(U)
+    for W, G, SW, UW in zip(batch.W, batch.G, batch.split(S), parts, strict=True):
+        torch.baddbmm(G, W, SW, alpha=-0.5, out=UW)
+    sizes = norms([AB.flatten(0, 1), U], exact=n).view(3, n)
+    finite = torch.isfinite(sizes[2])
     if _reads_are_free(U) and bool(finite.all()):
-        m.lerp_(U, 1 - beta1)
+        torch._foreach_lerp_(batch.m, parts, 1 - beta1)
     else:
         U.masked_fill_(~finite[:, None, None], 0)
-        m.lerp_(U, finite.to(U.dtype)[:, None, None] * (1 - beta1))
-    return torch.stack([g_sq, torch.add(g_sq, normal, alpha=0.25), norms(m).square_()])
+        weight = finite.to(U.dtype)[:, None, None] * (1 - beta1)
+        torch._foreach_lerp_(batch.m, parts, batch.split(weight))
+    return sizes
+
+
+def squares(sizes: Tensor, beta1: float, eps: float) -> tuple[Tensor, Tensor]:
+    """‖g‖² and ‖G‖² (n,) from the norms (3, n) of 2·sym(WᵀG), 2·sym(Wᵀm) and U.
+
+    The tangent g and the normal θ·W·sym(Wᵀm) are orthogonal, so Pythagoras gives ‖g‖² from ‖U‖², and ‖G‖² from
+    ‖g‖². The subtraction loses nothing that v could see: sym(Wᵀm) is of the order of the last step times m, and
+    v remembers the gradients that m is made of.
+    """
+    normal, transport, tangent = sizes.square()
+    transport = (beta1 / (1 - beta1) / 2) ** 2 * transport
+    g_sq = tangent - transport
+    # After momentum a zero gradient leaves the rounding error of the difference, which v without memory would believe.
+    g_sq = torch.where(g_sq <= NOISE * eps * transport, 0.0, g_sq)
+    return g_sq, torch.add(g_sq, normal, alpha=0.25)
 
 
 def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, settings: Settings) -> Tensor:
@@ -156,9 +184,15 @@ def longest_step(length: Tensor, numel: int, settings: Settings) -> float:
 
 
 def move_(batch: Batch, scale: Tensor, bound: float, Y: Tensor, *, all_move: bool) -> None:
-    """W ← polar factor of W + ξ, ξ = scale·m, scale (n,), in place; frames at rest keep their bits. Y is workspace."""
-    torch.addcmul(batch.W, batch.m, scale[:, None, None], out=Y)
-    retract(Y, bound, moved=None if all_move else scale != 0, out=batch.W)
+    """W ← polar factor of W + ξ, ξ = scale·m, in place, scale (n, 1, 1) or 0 for frames at rest, which keep their bits.
+
+    Y is workspace.
+    """
+    for W, m, a, YW in zip(batch.W, batch.m, batch.split(scale), batch.split(Y), strict=True):
+        torch.addcmul(W, m, a, out=YW)
+    Z, C = factors(Y, bound, None if all_move else scale != 0)
+    for W, ZW, CW in zip(batch.W, batch.split(Z), batch.split(C), strict=True):
+        torch.bmm(ZW, CW, out=W)
 
 
 def _reads_are_free(X: Tensor) -> bool:
@@ -166,17 +200,17 @@ def _reads_are_free(X: Tensor) -> bool:
     return X.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def norms(*stacks: Tensor) -> Tensor:
+def norms(stacks: Sequence[Tensor], exact: int = 0) -> Tensor:
     """Frobenius norms of all matrices in stacks (·, ·, ·), one vector in float64, for entries up to 1e37.
 
-    Those of the last stack are right to rounding even where squares underflow; the others are, beside it.
+    They are right to rounding even where squares underflow; with `exact`, the last so many are, and the others
+    beside them.
     """
-    last = stacks[-1]
-    if last.dtype == torch.float64 or not _reads_are_free(last):
+    if stacks[0].dtype == torch.float64 or not _reads_are_free(stacks[0]):
         return torch.cat([torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in stacks])
     sizes = torch.cat([torch.linalg.vector_norm(X, dim=(1, 2)) for X in stacks])
     smallest, largest = SAFE_NORMS
-    if float(sizes[-len(last) :].min()) > smallest and float(sizes.max()) < largest:
+    if float(sizes[-exact:].min()) > smallest and float(sizes.max()) < largest:
         return sizes.double()
     return torch.cat([_scaled_norms(X) for X in stacks])
 

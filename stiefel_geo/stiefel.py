@@ -44,16 +44,18 @@ def cross(X: Tensor, Y: Tensor) -> Tensor:
     """
     n, d, r = X.shape
     rows = _row_block(d)
-    if rows == d:
-        return torch.bmm(X.mT, Y)
-    blocks = torch.bmm(X.view(-1, rows, r).mT, Y.view(-1, rows, r))
-    return blocks.view(n, d // rows, r, r).sum(1)
+    blocks = (n, d // rows, rows, r)
+    left, right = X.view(blocks).mT.unbind(1), Y.view(blocks).unbind(1)
+    total = torch.bmm(left[0], right[0])
+    for x, y in zip(left[1:], right[1:], strict=True):
+        total.baddbmm_(x, y)
+    return total
 
 
 def polar(Y: Tensor) -> Tensor:
     """Polar factor Y(YᵀY)^{−1/2}: the frame nearest to Y in the Frobenius norm, by a thin SVD.
 
-    The optimizer's step never calls this; `step.retract` does the same by matrix products alone.
+    The optimizer's step never calls this; `retraction.retract` does the same by matrix products alone.
     """
     U, _, Vh = torch.linalg.svd(Y, full_matrices=False)
     frame: Tensor = U @ Vh

@@ -57,12 +57,6 @@ def test_capturable_changes_no_frame():
     )
 
 
-def test_capturable_is_refused_for_plain_parameters_on_a_cpu_as_torch_does():
-    params = mixed()
-    with pytest.raises(AssertionError, match="capturable=True"):
-        drive(optimizer_of(params, capturable=True), params, range(1))
-
-
 @pytest.mark.parametrize("leading", [(5,), (2, 3), (1,), (2, 1, 2)])
 @pytest.mark.parametrize("size", [(12, 4), (6, 6), (9, 1), (1, 1)])
 def test_frames_of_one_parameter_step_as_parameters_of_their_own(leading, size):
@@ -147,12 +141,48 @@ def test_maximize_equals_descent_along_negated_gradients():
 
 
 def test_more_frames_than_a_batch_holds_step_as_few_do(monkeypatch):
-    monkeypatch.setattr("stiefel_geo.batching.CPU_BATCH_BYTES", 2 * 12 * 4 * 8)
+    monkeypatch.setattr("stiefel_geo.batching.CPU_BATCH_BYTES", (1, 2 * 12 * 4 * 8))
     cut = [frame(7, 12, 4, seed=1), frame(1, 12, 4, seed=2)]
     cut_path = drive(optimizer_of(cut), cut, range(4))
     monkeypatch.undo()
     whole = [frame(7, 12, 4, seed=1), frame(1, 12, 4, seed=2)]
     assert_close(cut_path, drive(optimizer_of(whole), whole, range(4)), 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("broken", [None, float("nan"), 1e-30])
+def test_parameters_that_go_through_a_batch_as_views_step_as_alone(dtype, broken, monkeypatch):
+    monkeypatch.setattr("stiefel_geo.batching.CPU_JOIN_BYTES", 0)
+    paths, states = [], []
+    for foreach in (None, False):
+        params = [frame(*leading, 12, 4, seed=n, dtype=dtype) for n, leading in enumerate([(3,), (), (2, 2), (1,)])]
+        optimizer = optimizer_of(params, foreach=foreach)
+        path = drive(optimizer, params, range(3))
+        give_gradients(params, 3)
+        if broken is not None:  # one frame of one parameter, so that the batch takes the careful way
+            params[2].grad[1, 0] = broken
+        optimizer.step()
+        paths.append([*path, *values(params)])
+        states.append([entry for *_, entry in entries(optimizer)])
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+    assert_close(paths[0], paths[1], tolerance)
+    assert_close(states[0], states[1], tolerance)
+    skipped = sum(int(entry["skipped"].sum()) for entry in optimizer.state.values())
+    assert skipped == (1 if broken is not None and math.isnan(broken) else 0)
+
+
+def test_parameters_as_views_share_one_update(monkeypatch):
+    monkeypatch.setattr("stiefel_geo.batching.CPU_JOIN_BYTES", 0)
+    seen = []
+    usual = batching.update_
+    monkeypatch.setattr(
+        batching,
+        "update_",
+        lambda batches, *rest: (seen.append([batch.sizes for batch in batches]), usual(batches, *rest)),
+    )
+    params = [frame(n, 12, 4) for n in (3, 1, 2)]
+    drive(optimizer_of(params), params, range(1))
+    assert seen == [[[3, 1, 2]]]
 
 
 def test_number_of_frames_counts_every_leading_dimension():
