@@ -8,6 +8,7 @@ from typing import Any
 import geoopt
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from .batching import is_half
 from .manifold import PolarStiefel
@@ -138,6 +139,31 @@ def check_state(p: Tensor, state: dict[str, Any]) -> None:
             f"rule: state has the precision of its parameter, {p.dtype}; found state made for another one "
             f"({exp_avg.dtype}): the model was cast after the optimizer's first step; cast it first, and build the "
             "optimizer after it"
+        )
+
+
+def check_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any], compiling: bool) -> None:
+    """Raise RuntimeError for what torch's AdamW refuses of a plain parameter, but only once the frames have moved.
+
+    Compiled it refuses neither, and nor does this.
+    """
+    if compiling or is_frame(p) or is_other_point(p):
+        return
+    if group["capturable"]:
+        _check_capturable(p, state["step"], _get_capturable_supported_devices(supports_xla=not group["foreach"]))
+    elif group["foreach"] and isinstance(group["lr"], Tensor):
+        raise RuntimeError(
+            "rule: for plain parameters foreach=True takes a tensor lr only with capturable=True; found "
+            "capturable=False; leave foreach out, or pass a float lr"
+        )
+
+
+def _check_capturable(p: Tensor, step: Tensor, devices: list[str]) -> None:
+    if p.device.type not in devices or step.device.type != p.device.type:
+        raise RuntimeError(
+            f"rule: capturable=True takes plain parameters, and their step counters, on one of {devices}; found a "
+            f"parameter on {p.device} and its counter on {step.device}; build the optimizer without capturable, or "
+            "move the model first"
         )
 
 

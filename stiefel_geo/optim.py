@@ -16,6 +16,7 @@ from .checks import (
     check_live,
     check_lr_scales,
     check_parameter,
+    check_plain,
     check_settings,
     check_state,
     is_core,
@@ -169,6 +170,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
             if not state:
                 state.update(_new_state(p, group["capturable"]))
             check_state(p, state)
+            check_plain(p, state, group, compiling)
             if is_frame(p):
                 frames.add(p, state)
             elif is_other_point(p):

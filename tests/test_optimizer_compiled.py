@@ -137,6 +137,16 @@ def test_compiled_training_step_of_model_and_loss_equals_eager():
     assert_close(*paths, 1e-13)
 
 
+@pytest.mark.parametrize("options", [{"capturable": True}, {"foreach": True, "lr": torch.tensor(1e-2)}], ids=str)
+def test_compiled_step_takes_options_that_the_eager_one_refuses_of_plain_parameters(options):
+    lr = {"lr": options["lr"]} if "lr" in options else {}
+    eager, compiled = few(torch.float64), few(torch.float64)
+    usual, optimizer = optimizer_of(eager, **lr), optimizer_of(compiled, **options)
+    drive(usual, eager, range(4))
+    drive(optimizer, compiled, range(4), torch.compile(optimizer.step, backend="eager", fullgraph=True))
+    assert_close(values(compiled), values(eager), 1e-6)
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_compiling_frames_under_reduced_matmul_precision_is_refused(precision):
     params = [frame(3, 12, 4, dtype=torch.float32)]

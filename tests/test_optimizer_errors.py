@@ -169,6 +169,36 @@ def test_refused_gradient_leaves_parameters_before_it_as_they_were():
     assert_same([x for *_, x in entries(optimizer)], [x for *_, x in state])
 
 
+REFUSED_BY_ADAMW = [
+    ({"capturable": True}, "on cpu and its counter on cpu"),
+    ({"capturable": True, "foreach": True}, "on cpu and its counter on cpu"),
+    ({"foreach": True, "lr": torch.tensor(1e-2)}, "leave foreach out"),
+]
+REFUSED_LABELS = ["capturable", "capturable foreach", "foreach tensor lr"]
+
+
+@pytest.mark.parametrize(("options", "found"), REFUSED_BY_ADAMW, ids=REFUSED_LABELS)
+def test_option_that_adamw_refuses_of_plain_parameters_is_refused_before_a_frame_moves(options, found):
+    params = mixed()
+    optimizer = optimizer_of(params, **options)
+    with pytest.raises(RuntimeError, match=f"rule: .*{found}"):
+        drive(optimizer, params, range(1))
+    assert_same(values(params), values(mixed()))
+    assert not any(state["step"].any() for state in optimizer.state.values())
+
+
+def test_counter_that_capturable_cannot_use_is_refused_before_a_frame_moves():
+    """Switched on after a step, as code does that captures a graph late."""
+    params = mixed()
+    optimizer = optimizer_of(params)
+    drive(optimizer, params, range(1))
+    before = values(params)
+    optimizer.param_groups[0]["capturable"] = True
+    with pytest.raises(RuntimeError, match="found a parameter on cpu"):
+        drive(optimizer, params, range(1, 2))
+    assert_same(values(params), before)
+
+
 def small_vit():
     return VisionTransformer(img_size=16, patch_size=4, embed_dim=32, depth=1, num_heads=2, num_classes=3)
 
