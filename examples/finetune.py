@@ -12,19 +12,23 @@ A killed run loses its running epoch at the most; `--resume` with the same optio
 import argparse
 import copy
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from atomic_files import fill, load_state, save_state, write_atomically
-from bad_input import BadInput, first_line
+from atomic_files import fill, write_atomically
+from bad_input import BadInput
+from data_workers import death_of_worker, first_cause
 from image_data import Prepared, load_images, prepare, shuffled
 from process_group import first_writes, parallel, process_group
 from run_record import closing_table, draw_curves, log_scalars, write_metrics
 from starting_model import SMALL, input_size, largest_gap, starting_model
+from stored_run import load, save, stored_states
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 from torch.utils.data import DataLoader
@@ -34,8 +38,6 @@ import stiefel_geo
 
 ARMS = {"both": ("stiefel", "adamw"), "stiefel": ("stiefel",), "adamw": ("adamw",)}
 HALF = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Options that do not change what is computed: a run may be resumed with other values of these.
-FREE = {"out", "resume", "root", "download", "workers", "device", "smoke", "tensorboard"}
 
 
 def positive(kind: type) -> Any:
@@ -105,45 +107,6 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def computed_from(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide the run's figures, as plain values. `arm` is free: each arm stands alone."""
-    fixed = {key: value for key, value in vars(args).items() if key not in FREE | {"arm"}}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in fixed.items()}
-
-
-def stored_states(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Every arm's checkpoint in --out, the other arm's too: all are read before anything is written."""
-    files = {arm: args.out / arm / "checkpoint.pt" for arm in ARMS["both"]}
-    there = {arm: path for arm, path in files.items() if path.exists()}
-    if there and not args.resume:
-        found = next(iter(there.values()))
-        raise BadInput(f"--out must not hold a run: {found} exists; add --resume, or give another --out")
-    if args.resume and not there:
-        raise BadInput(f"--resume needs a checkpoint: {args.out} holds none; start the run without --resume")
-    return {arm: read_state(path, computed_from(args)) for arm, path in there.items()}
-
-
-def unreadable(path: Path, error: Exception) -> BadInput:
-    return BadInput(f"a checkpoint must be whole: {path} is not ({first_line(error)}); delete it to start anew")
-
-
-def read_state(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that was written whole, by a run with the same options."""
-    try:
-        state = load_state(path)
-        began, _ = dict(state["options"]), list(state["rows"])
-    except Exception as error:  # whatever a truncated, foreign or hostile file makes torch raise
-        raise unreadable(path, error) from error
-    for key in wanted.keys() | began.keys():
-        if wanted.get(key) != began.get(key):
-            flag = "--" + key.replace("_", "-")
-            raise BadInput(
-                f"--resume needs the options the run began with: {flag} was {began.get(key)}, now "
-                f"{wanted.get(key)}; give {flag} as before, or another --out"
-            )
-    return state
-
-
 def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int) -> Arm:
     """The arm at its first step, with its own copy of the starting model."""
     device = torch.device(args.device)
@@ -182,13 +145,13 @@ def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace,
     folder.mkdir(parents=True, exist_ok=True)
     for epoch in range(len(arm.rows), args.epochs):
         if not arm.rows:
-            save(arm, folder, args)
+            save(arm, args)
         batches = shuffled(train, args.batch_size, args.seed, epoch, args.workers)
         row = train_epoch(arm, batches, len(batches), f"{arm.name} {epoch + 1}/{args.epochs}")
         loss, accuracy = evaluate(arm, DataLoader(test, 2 * args.batch_size, num_workers=args.workers))
         row["seconds"] += arm.rows[-1]["seconds"] if arm.rows else 0.0
         arm.rows.append({**row, "test_loss": loss, "test_accuracy": accuracy})
-        save(arm, folder, args)
+        save(arm, args)
         write_metrics([*others, *arm.rows], args.out / "metrics.jsonl")
         if args.tensorboard:
             log_scalars(arm.rows[-1], args.out / "tensorboard" / arm.name)
@@ -199,20 +162,17 @@ def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace,
     write_atomically(folder / "model.safetensors", lambda part: fill(part, safetensors.torch.save(weights)))
 
 
-def load(arm: Arm, state: dict[str, Any], args: argparse.Namespace) -> None:
-    try:
-        arm.load(state)
-    except Exception as error:  # a foreign file may hold anything under the right names
-        raise unreadable(args.out / arm.name / "checkpoint.pt", error) from error
-
-
-def save(arm: Arm, folder: Path, args: argparse.Namespace) -> None:
-    save_state(folder / "checkpoint.pt", {**arm.state(), "options": computed_from(args)})
+def check_stored(stored: dict[str, Any], start: nn.Module, args: argparse.Namespace, steps: int) -> None:
+    """Load every checkpoint once before any arm trains: one that does not fit the second must not cost the first."""
+    with redirect_stdout(io.StringIO()):  # each arm reports when its turn comes
+        for name in ARMS[args.arm]:
+            if name in stored:
+                load(start_arm(name, start, args, steps), stored[name], args)
 
 
 def finetune(args: argparse.Namespace) -> None:
     """Check everything, then train."""
-    stored = stored_states(args)
+    stored = stored_states(args, ARMS["both"])
     with first_writes(args.out) as args.out:
         train_arms(args, stored)
 
@@ -225,6 +185,7 @@ def train_arms(args: argparse.Namespace, stored: dict[str, dict[str, Any]]) -> N
     size = input_size(start, args.img_size)
     train, test = prepare(images, start, size, (args.limit_train, args.limit_test))
     steps = len(shuffled(train, args.batch_size, args.seed, 0, 0))
+    check_stored(stored, start, args, steps)
     rows = [row for name, state in stored.items() if name not in ARMS[args.arm] for row in state["rows"]]
     frames: dict[str, int] = {}
     for name in ARMS[args.arm]:
@@ -243,25 +204,29 @@ def train_arms(args: argparse.Namespace, stored: dict[str, dict[str, Any]]) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 2: bad input, nothing written. 130: interrupted, the last whole epoch is kept."""
+    """0: done. 1: a data worker died. 2: bad input, nothing written. 130: interrupted. The last whole epoch is kept."""
     try:
         args = options(argv)
         with process_group(args.device):
             finetune(args)
     except BadInput as error:
-        print(f"finetune: {error}", file=sys.stderr)
-        return 2
+        return complain(2, first_cause(error))
     except OSError as error:
-        print(
-            f"finetune: files must be readable and --out writable: {error}; mend it, and if epochs were done "
-            "add --resume to go on",
-            file=sys.stderr,
-        )
-        return 2
+        remedy = "mend it, and if epochs were done add --resume to go on"
+        return complain(2, f"files must be readable and --out writable: {first_cause(error)}; {remedy}")
+    except RuntimeError as error:
+        if (found := death_of_worker(error)) is None:
+            raise
+        remedy = "add --resume to the same command to go on, with fewer --workers if memory ran out (0 needs none)"
+        return complain(1, f"the processes that load images must live: {found}; the last whole epoch is kept, {remedy}")
     except KeyboardInterrupt:
-        print("finetune: stopped; the last whole epoch is kept, add --resume to go on", file=sys.stderr)
-        return 130
+        return complain(130, "stopped; the last whole epoch is kept, add --resume to go on")
     return 0
+
+
+def complain(code: int, message: str) -> int:
+    print(f"finetune: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -71,8 +71,18 @@ class Arm:
     def load(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            check_moments(self.optimizer)
         self.scaler.load_state_dict(state["scaler"])
         self.rows = list(state["rows"])
+
+
+def check_moments(optimizer: torch.optim.AdamW) -> None:
+    """Raise ValueError for a loaded state that is not AdamW's: torch loads any, and fails in the first step."""
+    for p, state in optimizer.state.items():
+        found = {key: tuple(torch.as_tensor(value).shape) for key, value in state.items()}
+        if found != {"step": (), "exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}:
+            raise ValueError(f"the state of a parameter of shape {tuple(p.shape)} has entries {found}")
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from example_scripts import atomic_files, finetune, image_data
 from image_folders import write_images
-from test_finetune import figures, run
+from test_finetune import digest, figures, run
 
 KILLS = int(os.environ.get("KILLS", "30"))
 FORK = multiprocessing.get_context("fork")
@@ -136,14 +137,79 @@ class DyingImages(torch.utils.data.Dataset):
         return self.images[i]
 
 
-def test_dying_worker_is_named_and_the_run_goes_on_after_it(tmp_path, monkeypatch):
+def one_line(text):
+    """The command's own line on stderr, which stands alone."""
+    (line,) = [line for line in text.splitlines() if line.startswith("finetune: ")]
+    assert "Traceback" not in text
+    return line
+
+
+def test_dying_worker_ends_in_one_line_and_the_run_goes_on_after_it(tmp_path, monkeypatch, capsys):
     write_images(tmp_path / "data" / "train", ("cat", "dog"), 16)
     write_images(tmp_path / "data" / "test", ("cat", "dog"), 4)
-    options = ("--data", tmp_path / "data", "--arm", "stiefel", "--epochs", 1, "--workers", 1)
+    options = ("--data", tmp_path / "data", "--arm", "stiefel", "--epochs", 2, "--workers", 1)
     usual = image_data.shuffled
+
+    def dying_in_epoch_two(images, size, seed, epoch, workers):
+        return usual(DyingImages(images) if epoch else images, size, seed, epoch, workers)
+
     with monkeypatch.context() as patch:
-        patch.setattr(finetune, "shuffled", lambda images, *rest: usual(DyingImages(images), *rest))
-        with pytest.raises(RuntimeError, match=r"worker .* exited unexpectedly"):
-            run(tmp_path / "run", *options)
+        patch.setattr(finetune, "shuffled", dying_in_epoch_two)
+        run(tmp_path / "run", *options, expect=1)
+    error = one_line(capsys.readouterr().err)
+    assert re.search(r"worker \(pid \d+\) is killed by signal: Killed", error)
+    assert "--resume" in error
+    assert "fewer --workers" in error
+    assert len(atomic_files.load_state(tmp_path / "run" / "stiefel" / "checkpoint.pt")["rows"]) == 1
     run(tmp_path / "run", *options, "--resume")
-    assert len(figures(tmp_path / "run")) == 1
+    run(tmp_path / "whole", *options)
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+
+
+def test_other_errors_of_the_machine_keep_their_traceback(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(finetune, "train_epoch", broken)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        run(tmp_path / "run", "--epochs", 1)
+
+
+def test_image_that_a_worker_cannot_decode_is_named_in_one_line(tmp_path, capsys):
+    write_images(tmp_path / "data" / "train", ("cat", "dog"), 16)
+    write_images(tmp_path / "data" / "test", ("cat", "dog"), 4)
+    (tmp_path / "data" / "train" / "dog" / "003.png").write_bytes(b"no picture")
+    run(tmp_path / "run", "--data", tmp_path / "data", "--epochs", 1, "--workers", 1, expect=2)
+    error = one_line(capsys.readouterr().err)
+    assert error.startswith("finetune: every image must be readable")
+    assert "dog/003.png" in error
+
+
+def other_weights(state):
+    state["model"]["head.weight"] = torch.zeros(3, 3)
+
+
+def other_moments(state):
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+def other_arm(state):
+    state["rows"] = [{**row, "arm": "stiefel"} for row in state["rows"]]
+
+
+@pytest.mark.parametrize("spoil", [other_weights, other_moments, other_arm])
+def test_checkpoint_of_the_second_arm_that_does_not_fit_is_refused_before_the_first_trains(
+    tmp_path, monkeypatch, capsys, spoil
+):
+    run(tmp_path / "run", "--epochs", 1)
+    path = tmp_path / "run" / "adamw" / "checkpoint.pt"
+    state = atomic_files.load_state(path)
+    spoil(state)
+    atomic_files.save_state(path, state)
+    (tmp_path / "run" / "stiefel" / "checkpoint.pt").unlink()  # so the first arm would begin anew
+    capsys.readouterr()
+    monkeypatch.setattr(finetune, "train_epoch", lambda *_: pytest.fail("trained"))
+    before = digest(tmp_path)
+    run(tmp_path / "run", "--epochs", 1, "--resume", expect=2)
+    assert f"{path} is not" in one_line(capsys.readouterr().err)
+    assert digest(tmp_path) == before
