@@ -69,3 +69,31 @@ def test_polar_factor_is_nearer_than_any_other_frame() -> None:
     distance = torch.linalg.matrix_norm(Y - nearest)
     assert torch.linalg.matrix_norm(Y - others).min() > distance
     assert torch.linalg.matrix_norm(Y - nearby).min() > distance
+
+
+def test_row_block_is_the_largest_divisor_from_64_to_128_or_d_itself() -> None:
+    for d in [*range(1, 1100), 64 * 131, 128 * 131]:
+        divisors = [rows for rows in range(64, 129) if d % rows == 0]
+        assert stiefel._row_block(d) == max(divisors, default=d), d
+
+
+def test_defect_is_measured_in_float64_without_a_graph() -> None:
+    W = stiefel.random_frame(2, 48, 16, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    found = stiefel.defect(W.requires_grad_())
+    assert torch.equal(found, stiefel.defect(W.detach().double()))
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+def test_random_frame_has_the_asked_dtype_and_torchs_default_without(dtype: torch.dtype | None) -> None:
+    assert stiefel.random_frame(4, 2, dtype=dtype).dtype == (dtype or torch.get_default_dtype())
+
+
+def test_random_frame_follows_from_its_generator_alone() -> None:
+    one, other = (stiefel.random_frame(4, 2, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_frames_are_drawn_and_measured_on_the_device_asked_for() -> None:
+    W = stiefel.random_frame(3, 4, 2, device="meta")
+    assert (W.device.type, stiefel.defect(W).device.type) == ("meta", "meta")
