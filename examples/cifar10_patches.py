@@ -4,7 +4,8 @@
     python examples/cifar10_patches.py --data cifar10 --root DIR --device cuda --width 256 --steps 4000
 
 Stages, in this order: `grid` chooses each arm's learning rate on validation images, with seeds of its own;
-`arms` makes the paired runs; `sweep` the phase diagram over weight decay × training images; `length` trains longer.
+`arms` makes the paired runs; `sweep` the phase diagram over weight decay × training images; `length` trains longer;
+`data` trains on more images for as many epochs.
 Runs of a pair share start, images, data order and mirroring. Stopped or killed, the same command goes on.
 """
 

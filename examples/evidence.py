@@ -1,25 +1,18 @@
-"""From finished runs to figures: which records belong together, their paired differences, the claims and verdicts."""
+"""From finished runs to figures: which records belong together, and their paired differences."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from harness import Config, Record, key
 from paired_statistics import (
     FEWEST,
-    NOT_REPRODUCED,
     NOT_TESTABLE,
-    REPRODUCED,
-    SAME,
     Paired,
-    equal_verdict,
-    gain_verdict,
     paired,
-    value_verdict,
 )
-from patch_stages import FIRST_GRID_SEED
+from patch_stages import EPOCHS, EPOCHS_SIZES, FIRST_GRID_SEED
 
 OURS, BASELINE = "scale_free", "adamw"
 OF_A_RUN = ("arm", "seed", "lr")  # what differs between the runs of one configuration
@@ -27,15 +20,6 @@ LATE = 0.5  # the share of the epochs that counts as late
 HELD = 0.9  # validation accuracy that counts as generalised
 
 Arms = Mapping[str, Mapping[int, Record]]
-
-
-class Claim(NamedTuple):
-    """One row of the summary."""
-
-    claim: str
-    configuration: str
-    figure: str
-    verdict: str
 
 
 def common(config: Config) -> dict:
@@ -94,20 +78,42 @@ def sweep(records: Sequence[Record], main: Config) -> dict[tuple[float, int], li
     return {cell: gains for cell, gains in sorted(cells.items()) if gains}
 
 
-def slopes(records: Sequence[Record], main: Config) -> list[float]:
-    """For each seed, by how many points the gain grows with every doubling of the images, at the main decay."""
+def slopes(records: Sequence[Record], configurations: Sequence[Config]) -> list[float]:
+    """For each seed, by how many points the gain grows with every doubling of the images over the configurations."""
     gains: dict[int, list[tuple[float, float]]] = {}
-    for _, images in (cell for cell in sweep(records, main) if cell[0] == main["decay"]):
-        arms = by_arm(records, {**main, "images": images})
-        for seed in arms[OURS].keys() & arms[BASELINE].keys():
+    for configuration in configurations:
+        arms = by_arm(records, configuration)
+        for seed in arms.get(OURS, {}).keys() & arms.get(BASELINE, {}).keys():
             gain = 100 * (arms[OURS][seed]["test_accuracy"] - arms[BASELINE][seed]["test_accuracy"])
-            gains.setdefault(seed, []).append((math.log2(images), gain))
+            gains.setdefault(seed, []).append((math.log2(configuration["images"]), gain))
     most = max(map(len, gains.values()), default=0)
     return [
         float(np.polyfit(*zip(*points, strict=True), 1)[0])
         for _, points in sorted(gains.items())
         if len(points) == most > 1
     ]
+
+
+def equal_steps(records: Sequence[Record], main: Config) -> list[dict]:
+    """The main configuration at every number of images that both arms were run with."""
+    return [{**main, "images": images} for decay, images in sweep(records, main) if decay == main["decay"]]
+
+
+def equal_epochs(records: Sequence[Record], main: Config, decay: float) -> list[dict]:
+    """The same where every image is seen EPOCHS times, at a weight decay."""
+    sizes = {common(record["config"])["images"] for record in pairs_only(records)}
+    planned = [
+        {**main, "images": images, "steps": EPOCHS * images // main["batch"], "decay": decay}
+        for images in sorted(sizes & set(EPOCHS_SIZES))
+    ]
+    return [configuration for configuration in planned if differences(by_arm(records, configuration), OURS, BASELINE)]
+
+
+def side(gain: Paired) -> str:
+    """Where the interval of a gain over AdamW lies."""
+    if gain.n < FEWEST:
+        return NOT_TESTABLE
+    return "ahead" if gain.low > 0 else "behind" if gain.high < 0 else "level"
 
 
 def interval(value: Paired, unit: str = "", digits: int = 2) -> str:
@@ -128,47 +134,6 @@ def described(config: Config) -> str:
         f"{config['heads']} heads; {config['images']:,} images, {config['steps']:,} steps of {config['batch']}, "
         f"decay {config['decay']:g}"
     )
-
-
-def patch_claims(records: Sequence[Record]) -> list[Claim]:
-    """The paper's claims about images, each with our figure."""
-    if not pairs_only(records):
-        return []
-    main = main_configuration(records)
-    arms, where = by_arm(records, main), "patches"
-
-    def gain(one: str, other: str) -> Paired:
-        return paired(differences(arms, one, other))
-
-    main_gain, start, scale = gain(OURS, BASELINE), gain(OURS, "adamw_default_init"), gain(OURS, "fixed_step")
-    frozen, moves = gain("fixed_step", "frozen"), movement_ratio(arms, BASELINE, "fixed_step")
-    geoopt, short = movement_ratio(arms, BASELINE, "geoopt_adam"), gain(OURS, "geoopt_adam")
-    projector, entries = gain(OURS, "scale_free_canonical"), gain(OURS, "scale_free_elementwise")
-    slope = paired(slopes(records, main))
-    t = f", t = {main_gain.t:.1f}, {main_gain.wins}/{main_gain.n} won" if main_gain.n > 1 else ""
-    data = f"{where}, " + ", ".join(f"{images:,}" for decay, images in sweep(records, main) if decay == main["decay"])
-    return [
-        Claim("+8.98 points over AdamW, 12 paired starts (t = 60.6, 12/12)", where,
-              interval(main_gain, " points") + t, gain_verdict(main_gain, 8.98)),
-        Claim("up to +6.79 points over AdamW (earlier paper), read as AdamW from its usual start", where,
-              interval(start, " points"), gain_verdict(start, 6.79)),
-        Claim("the gap widens with data", f"{data} images", interval(slope, " points per doubling"),
-              gain_verdict(slope, 0.0)),
-        Claim("a fixed Riemannian step moves 24–40× less than AdamW", where, ratio(moves),
-              value_verdict(moves, 24, 40)),
-        Claim("the same, where the Riemannian step is geoopt's RiemannianAdam", f"{where}, geoopt_adam", ratio(geoopt),
-              value_verdict(geoopt, 24, 40)),
-        Claim("freezing the frames costs 0.28 points (against the fixed step)", where, interval(frozen, " points"),
-              value_verdict(frozen, 0.28, 0.28, SAME)),
-        Claim("the whole gain comes from making the step scale free", f"{where}, against fixed_step",
-              interval(scale, " points"), gain_verdict(scale, 0.0)),
-        Claim("the same, against geoopt's step", f"{where}, against geoopt_adam",
-              interval(short, " points"), gain_verdict(short, 0.0)),
-        Claim("nothing measurable comes from the projector", f"{where}, embedded − canonical",
-              interval(projector, " points"), equal_verdict(projector)),
-        Claim("nothing measurable comes from equivariance", f"{where}, one scalar − element-wise",
-              interval(entries, " points"), equal_verdict(entries)),
-    ]  # fmt: skip
 
 
 def held(record: Record) -> float:
@@ -201,27 +166,13 @@ def with_endpoints(records: Sequence[Record]) -> list[Record]:
     ]
 
 
-def grokking_claims(records: Sequence[Record]) -> list[Claim]:
-    """The paper's claims about modular addition."""
-    if not records:
-        return []
-    records = with_endpoints(records)
-    main = main_configuration(records)
-    arms = by_arm(records, main)
-    where = f"p = {main['p']}, width {main['width']}, {main['epochs']:,} epochs"
-    end, late = (paired(differences(arms, OURS, BASELINE, metric)) for metric in ("endpoint", "held"))
-    full = main["epochs"] >= 20_000  # a shorter run says nothing about the claimed epoch
-    ours = list(arms.get(OURS, {}).values())
-    fallen, spread = sum(r["collapses"] > 0 for r in ours), max((r["spread"] for r in ours), default=math.nan)
-    if len(ours) < FEWEST:
-        survive = NOT_TESTABLE
-    else:
-        survive = REPRODUCED if 2 * fallen >= len(ours) and spread < 1e-4 else NOT_REPRODUCED
-    return [
-        Claim("97.0 % against 61.1 % at epoch 20,000 (one run): +35.9 points", where,
-              interval(end, " points at the end"), gain_verdict(end, 35.9) if full else NOT_TESTABLE),
-        Claim("generalisation holds longer", where, interval(late, f" points of the late epochs above {HELD:.0%}"),
-              gain_verdict(late, 0.0)),
-        Claim("decay drives collapse cycles through the rest while the frames survive", where,
-              f"{fallen} of {len(ours)} runs collapsed; singular values within {max(spread, 1e-5):.0e}", survive),
-    ]  # fmt: skip
+def by_peak(records: Sequence[Record]) -> dict[float, Arms]:
+    """{peak learning rate: arms} of the fine-tuning runs of the configuration with most of them."""
+    counts = Counter(key(_but_peak(record)) for record in records)
+    most = [record for record in records if key(_but_peak(record)) == counts.most_common(1)[0][0]]
+    peaks = sorted({record["config"]["peak_lr"] for record in most})
+    return {lr: by_arm(most, next(common(r["config"]) for r in most if r["config"]["peak_lr"] == lr)) for lr in peaks}
+
+
+def _but_peak(record: Record) -> dict:
+    return {name: value for name, value in common(record["config"]).items() if name != "peak_lr"}

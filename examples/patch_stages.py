@@ -23,6 +23,8 @@ VARIANTS = {
 DECAYS = (0.05, 1.0, 0.0, 0.3)  # in the order in which they run
 SIZES = (1000, 4000, 16000)
 SWEEP_SEEDS = 3
+EPOCHS = 8  # the stage `data` sees every image that often, whatever their number
+EPOCHS_SIZES = (2000, 5000, 10_000, 20_000)
 LONGER = 4  # the stage `length` trains this many times as many steps
 
 
@@ -77,4 +79,14 @@ def length_stage(common: Config, lr: dict[str, float]) -> list[Config]:
     ]  # fmt: skip
 
 
-STAGES = {"arms": arms_stage, "sweep": sweep_stage, "length": length_stage}
+def data_stage(common: Config, lr: dict[str, float]) -> list[Config]:
+    """AdamW and ours over training images at an equal number of epochs, at both ends of weight decay."""
+    return [
+        {**common, "images": images, "steps": EPOCHS * images // common["batch"], "decay": decay, "arm": arm,
+         "seed": seed, "lr": lr[arm]}
+        for images in EPOCHS_SIZES for seed in range(SWEEP_SEEDS) for decay in (common["decay"], max(DECAYS))
+        for arm in PAIRS
+    ]  # fmt: skip
+
+
+STAGES = {"arms": arms_stage, "sweep": sweep_stage, "length": length_stage, "data": data_stage}

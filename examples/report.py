@@ -13,7 +13,8 @@ from pathlib import Path
 
 from atomic_files import write_atomically
 from bad_input import BadInput
-from evidence import by_arm, described, grokking_claims, main_configuration, pairs_only, patch_claims, sweep
+from claims import finetune_claims, grokking_claims, patch_claims
+from evidence import by_arm, described, main_configuration, pairs_only, sweep
 from evidence_plots import draw_grokking, draw_movement, draw_pair_lines, draw_pairs, draw_phase
 from frame_steps import ARMS
 from harness import RESULTS, Record, key, read_records
@@ -21,6 +22,7 @@ from paired_statistics import RULES
 from patch_stages import STAGES, chosen_lr
 from report_sections import (
     arms_section,
+    finetune_section,
     grid_section,
     grokking_section,
     ladder_section,
@@ -42,18 +44,19 @@ shorter. `fixed_step` is Riemannian SGD with momentum, at the same learning rate
 steps by 600. That arm and the variants of `scale_free` take the learning rate of the arm they vary."""
 
 
-def records_of(folder: Path) -> tuple[list[Record], list[Record]]:
-    """Finished runs on images and on modular addition; unfinished long runs count as far as they got."""
+def records_of(folder: Path) -> tuple[list[Record], list[Record], list[Record]]:
+    """Finished runs on images, on modular addition (unfinished ones as far as they got), and of fine-tuning."""
     patches = read_records(folder / "patches.jsonl")
     grokking = read_records(folder / "grokking.jsonl")
     done = {str(record["config"]) for record in grokking}
     unfinished = [r for r in read_records(folder / "grokking.partial.jsonl") if str(r["config"]) not in done]
-    return patches, grokking + unfinished
+    return patches, grokking + unfinished, read_records(folder / "finetune.jsonl")
 
 
-def missing(patches: Sequence[Record], grokking: Sequence[Record]) -> str:
+def missing(patches: Sequence[Record], grokking: Sequence[Record], tuned: Sequence[Record]) -> str:
     """What the stages hold and the runs do not, counted."""
-    lines = [f"{name}: no runs" for name, runs in (("images", patches), ("modular addition", grokking)) if not runs]
+    kinds = {"images": patches, "modular addition": grokking, "fine-tuning": tuned}
+    lines = [f"{name}: no runs" for name, runs in kinds.items() if not runs]
     if pairs_only(patches):
         main = main_configuration(patches)
         lines += [f"images, {stage}: {found} of {wanted} runs" for stage, found, wanted in progress(patches, main)]
@@ -62,8 +65,7 @@ def missing(patches: Sequence[Record], grokking: Sequence[Record]) -> str:
         f"{r['reached']:,} of {r['config']['epochs']:,}"
         for r in grokking if r["reached"] < r["config"]["epochs"]
     ]  # fmt: skip
-    lines.append("fine-tuning a pretrained ViT-S in pairs (examples/finetune.py --arm both)")
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {line}" for line in lines) or "Nothing."
 
 
 def progress(patches: Sequence[Record], main: dict) -> Iterator[tuple[str, int, int]]:
@@ -86,21 +88,21 @@ def provenance_words(records: Sequence[Record]) -> str:
 
 def claims(folder: Path) -> str:
     """The summary table."""
-    patches, grokking = records_of(folder)
+    patches, grokking, tuned = records_of(folder)
     ended = [record for record in grokking if record["reached"] == record["config"]["epochs"]]
-    return summary([*patch_claims(patches), *grokking_claims(ended)])
+    return summary([*patch_claims(patches), *grokking_claims(ended), *finetune_claims(tuned)])
 
 
 def report(folder: Path) -> str:
     """The whole report as Markdown, pictures by their names."""
-    patches, grokking = records_of(folder)
+    patches, grokking, tuned = records_of(folder)
     parts = [
         "# Evidence",
-        provenance_words([*patches, *grokking]),
+        provenance_words([*patches, *grokking, *tuned]),
         claims(folder),
         RULES,
         "## Missing",
-        missing(patches, grokking),
+        missing(patches, grokking, tuned),
     ]
     if pairs_only(patches):
         main = main_configuration(patches)
@@ -115,12 +117,14 @@ def report(folder: Path) -> str:
         ]  # fmt: skip
     if grokking:
         parts += ["## Modular addition", grokking_section(grokking), "![](grokking.png)"]
+    if tuned:
+        parts += ["## Fine-tuning a pretrained ViT", finetune_section(tuned)]
     return "\n\n".join(parts) + "\n"
 
 
 def draw(folder: Path) -> None:
     """The pictures that the runs allow."""
-    patches, grokking = records_of(folder)
+    patches, grokking, _ = records_of(folder)
     if pairs_only(patches):
         main = main_configuration(patches)
         arms = by_arm(patches, main)

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from claims import Claim
 from evidence import (
     BASELINE,
     OURS,
-    Claim,
     by_arm,
+    by_peak,
     common,
     described,
     differences,
@@ -15,11 +16,12 @@ from evidence import (
     movement_ratio,
     pairs_only,
     ratio,
+    side,
     sweep,
     with_endpoints,
 )  # fmt: skip
 from harness import Record, key
-from paired_statistics import paired
+from paired_statistics import NOT_TESTABLE, paired
 from patch_stages import FIRST_GRID_SEED, chosen_lr
 
 LADDER = (
@@ -123,11 +125,9 @@ def sweep_section(records: Sequence[Record], main: dict) -> str:
 
 def dominance(cells: Mapping[tuple[float, int], Sequence[float]]) -> str:
     """Where the interval of the gain leaves 0 out."""
-    found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": []}
+    found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": [], NOT_TESTABLE: []}
     for (decay, images), gains in cells.items():
-        gain = paired(gains)
-        side = "ahead" if gain.low > 0 else "behind" if gain.high < 0 else "level"
-        found[side].append(f"{decay:g} × {images:,}")
+        found[side(paired(gains))].append(f"{decay:g} × {images:,}")
     words = {side: ", ".join(names) or "nowhere" for side, names in found.items()}
     return (
         f"`{OURS}` is ahead of AdamW (interval above 0) at decay × images: {words['ahead']}; behind (below 0): "
@@ -173,3 +173,19 @@ def grokking_section(records: Sequence[Record]) -> str:
         "σ(Q, K) at the end",
     )
     return table(head, rows)
+
+
+def finetune_section(records: Sequence[Record]) -> str:
+    """Fine-tuning in pairs: both arms at every learning rate."""
+    rows = []
+    for lr, arms in by_peak(records).items():
+        scores = [f"{100 * np.mean([run['test_accuracy'] for run in arms[arm].values()]):.1f}" if arm in arms else "–"
+                  for arm in (BASELINE, OURS)]  # fmt: skip
+        rows.append((f"{lr:g}", *scores, interval(paired(differences(arms, OURS, BASELINE)))))
+    config = records[0]["config"]
+    words = (
+        f"{config['model']} with {config['checkpoint'] or 'its own weights'} at {config['img_size']} px, "
+        f"{config['images']:,} images of {config['data']}, {config['epochs']} epochs; "
+        f"{config['test_images']:,} test images."
+    )
+    return f"{words}\n\n{table(('peak lr', 'adamw, %', 'patched with ours, %', 'gain, points'), rows)}"

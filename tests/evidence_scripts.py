@@ -5,7 +5,9 @@ import importlib
 from example_scripts import EXAMPLES
 
 cifar10_patches = importlib.import_module("cifar10_patches")
+claims = importlib.import_module("claims")
 evidence = importlib.import_module("evidence")
+finetune_pairs = importlib.import_module("finetune_pairs")
 frame_steps = importlib.import_module("frame_steps")
 grokking = importlib.import_module("grokking")
 harness = importlib.import_module("harness")
@@ -19,7 +21,9 @@ report = importlib.import_module("report")
 __all__ = [
     "EXAMPLES",
     "cifar10_patches",
+    "claims",
     "evidence",
+    "finetune_pairs",
     "frame_steps",
     "grokking",
     "harness",

@@ -5,7 +5,16 @@ import math
 import re
 
 import pytest
-from evidence_scripts import EXAMPLES, evidence, harness, paired_statistics, patch_stages, report
+from evidence_scripts import (
+    EXAMPLES,
+    claims,
+    evidence,
+    finetune_pairs,
+    harness,
+    paired_statistics,
+    patch_stages,
+    report,
+)
 
 README = EXAMPLES.parent / "README.md"
 MAIN = {
@@ -90,8 +99,8 @@ def test_verdict_of_a_value_in_points_needs_a_narrow_interval(low, high, verdict
 
 
 def test_the_first_claims_figure_and_verdict_turn_with_the_runs():
-    up = evidence.patch_claims(pairs([9.0, 9.5, 8.5, 9.2]))[0]
-    down = evidence.patch_claims(pairs([-9.0, -9.5, -8.5, -9.2]))[0]
+    up = claims.patch_claims(pairs([9.0, 9.5, 8.5, 9.2]))[0]
+    down = claims.patch_claims(pairs([-9.0, -9.5, -8.5, -9.2]))[0]
     assert (up.verdict, down.verdict) == ("reproduced", "not reproduced")
     assert up.figure.startswith("+9.05 points [+8.38, +9.72] (n = 4)")
     assert "4/4 won" in up.figure
@@ -103,7 +112,7 @@ def test_grid_runs_do_not_count_as_pairs():
     grid = [
         record(arm, patch_stages.FIRST_GRID_SEED, 0.9 if arm == "adamw" else 0.1) for arm in ("adamw", "scale_free")
     ]
-    assert evidence.patch_claims([*runs, *grid]) == evidence.patch_claims(runs)
+    assert claims.patch_claims([*runs, *grid]) == claims.patch_claims(runs)
 
 
 def test_movement_is_compared_per_unit_of_learning_rate():
@@ -116,7 +125,17 @@ def test_movement_is_compared_per_unit_of_learning_rate():
 def test_slope_is_the_gain_of_a_doubling():
     runs = [run for i in (1000, 2000, 4000) for run in pairs([i / 1000, 1 + i / 1000, i / 1000], images=i)]
     # gains 1, 2, 4 at log2 0, 1, 2: least squares slope 3/2.
-    assert evidence.slopes([*runs, *pairs([0.0], images=4000, decay=1.0)], MAIN) == pytest.approx([1.5, 1.5, 1.5])
+    runs += pairs([0.0], images=4000, decay=1.0)
+    assert evidence.slopes(runs, evidence.equal_steps(runs, MAIN)) == pytest.approx([1.5, 1.5, 1.5])
+
+
+def test_equal_epochs_are_compared_among_themselves():
+    runs = [run for i in (2000, 10_000) for run in pairs([1.0, 2.0], images=i, steps=8 * i // 64, decay=1.0)]
+    runs += pairs([5.0, 5.0]) + pairs([7.0, 7.0], images=10_000)  # equal steps, and other numbers of epochs
+    found = evidence.equal_epochs(runs, MAIN, 1.0)
+    assert [(c["images"], c["steps"]) for c in found] == [(2000, 250), (10_000, 1250)]
+    assert evidence.slopes(runs, found) == pytest.approx([0.0, 0.0])
+    assert evidence.equal_epochs(runs, MAIN, 0.05) == []
 
 
 def test_a_collapse_is_a_fall_after_learning_and_counts_once_until_learned_again():
@@ -178,5 +197,44 @@ def test_readme_table_is_what_the_runs_give():
 def test_records_are_not_changed_by_the_report():
     runs = pairs([1.0, 1.2, 0.8])
     before = copy.deepcopy(runs)
-    evidence.patch_claims(runs)
+    claims.patch_claims(runs)
     assert runs == before
+
+
+def tuned(gains, lr):
+    """Fine-tuning runs at a peak learning rate: a pair for each gain in points."""
+    config = {"experiment": "finetune", "model": "vit", "checkpoint": None, "img_size": 56, "images": 2000,
+              "data": "cifar10", "epochs": 2, "test_images": 1000, "peak_lr": lr}  # fmt: skip
+    return [
+        {**record(arm, s, 0.5 + on * g / 100), "config": {**config, "arm": arm, "seed": s}}
+        for s, g in enumerate(gains) for arm, on in (("adamw", 0.0), ("scale_free", 1.0))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"),
+    [
+        ([[1, 1.1, 1.2], [1, 1.1, 1.2]], "ahead"),
+        ([[1, -2, 3], [1, -2, 1]], "level"),
+        ([[1, 1.1, 1.2], [-1, -1.1, -1.2]], "depends on lr"),
+        ([[1, 2], [1, 2]], "not testable here"),
+    ],
+)
+def test_fine_tuning_is_compared_at_each_learning_rate(gains, verdict):
+    (row,) = claims.finetune_claims([run for lr, values in zip((1e-4, 1e-3), gains, strict=True)
+                                     for run in tuned(values, lr)])  # fmt: skip
+    assert row.verdict == verdict
+    assert "lr 0.0001: " in row.figure
+    assert "lr 0.001: " in row.figure
+
+
+def test_fine_tuning_pairs_come_from_finetune_itself(tmp_path):
+    out = tmp_path / "runs.jsonl"
+    assert finetune_pairs.main(["--smoke", "--out", str(out)]) == 0
+    runs = harness.read_records(out)
+    assert [run["config"]["arm"] for run in runs] == ["adamw", "scale_free"]
+    assert [run["rows"][-1]["arm"] for run in runs] == ["adamw", "stiefel"]
+    assert runs[0]["rows"][-1]["defect"] is None
+    assert runs[1]["rows"][-1]["defect"] < 1e-5
+    assert finetune_pairs.main(["--smoke", "--out", str(out)]) == 0
+    assert harness.read_records(out) == runs  # nothing is run twice
