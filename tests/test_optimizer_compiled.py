@@ -65,7 +65,9 @@ def test_compiled_parameters_and_state_equal_the_eager_ones_at_step_eight(backen
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_equals_eager_in_every_precision(backend, dtype):
     eager, compiled, *_ = both(backend, {}, dtype, make=lambda dtype: few(dtype)[:1])
-    assert_close(values(compiled), values(eager), {torch.float64: 1e-13, torch.bfloat16: 2**-8}[dtype])  # one unit in the last place
+    assert_close(
+        values(compiled), values(eager), {torch.float64: 1e-13, torch.bfloat16: 2**-8}[dtype]
+    )  # one unit in the last place
 
 
 def test_graph_breaks_allowed_change_nothing():
