@@ -2,9 +2,10 @@
 
     python examples/benchmark.py --threads 1 --json benchmark.json --plot benchmark.png
 
-Everything runs in one process, interleaved, on the same gradients: each repeat times every optimizer once, so that a
-busy machine slows all of them. Figures are medians with (min–max) of CPU time; --wall prints wall time. The benchmark
-refuses to run when the step differs from the literal float64 twin in tests/reference.py.
+Everything runs in one process, interleaved, on the same gradients, which are drawn anew now and then as in training:
+each repeat times every optimizer once, so that a busy machine slows all of them. Figures are medians with (min–max)
+of CPU time; --wall prints wall time. The benchmark refuses to run when the step differs from the literal float64 twin
+in tests/reference.py.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmark_arms
+import benchmark_profile
 import matplotlib
 import torch
 from benchmark_training import training_steps
@@ -30,7 +32,9 @@ import matplotlib.pyplot as plt
 # Width, layers, heads of timm's vision transformers; head width 64 in all.
 VITS = {"Ti": (192, 12, 3), "S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16)}
 HEAD_WIDTH = 64
+SECTIONS = ["optimizers", "per-head", "layers", "memory", "training", "profile"]
 TWIN_TOLERANCE = 1e-6
+GRADIENTS = 3  # sets that the repeats go through in turn: one alone would be a noiseless descent, of longer steps
 Timings = dict[str, dict[str, list[float]]]
 
 
@@ -40,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--repeats", type=int, default=11)
     options.add_argument("--models", nargs="+", choices=list(VITS), default=["Ti", "S", "B"])
-    options.add_argument("--sections", nargs="+", default=["optimizers", "per-head", "layers", "memory", "training"])
+    options.add_argument("--sections", nargs="+", default=SECTIONS, choices=SECTIONS)
     options.add_argument("--json", type=Path)
     options.add_argument("--plot", type=Path)
     options.add_argument("--wall", action="store_true", help="print wall time in place of CPU time")
@@ -48,11 +52,18 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def interleaved(steps: dict[str, Callable[[], Any]], repeats: int, device: str) -> Timings:
-    """Milliseconds of every callable, CPU and wall, in the order of the repeats; two warm-up rounds are dropped."""
+def interleaved(
+    steps: dict[str, Callable[[], Any]], repeats: int, device: str, before: Callable[[str, int], Any] | None = None
+) -> Timings:
+    """Milliseconds of every callable, CPU and wall, in the order of the repeats; two warm-up rounds are dropped.
+
+    `before` gets the name and the repeat ahead of each call, untimed.
+    """
     timings: Timings = {name: {"cpu": [], "wall": []} for name in steps}
     for repeat in range(repeats + 2):
         for name, step in steps.items():
+            if before:
+                before(name, repeat)
             _synchronize(device)
             cpu, wall = time.process_time(), time.perf_counter()
             step()
@@ -79,43 +90,19 @@ def layers_of(model: str, device: str, *, layers: int | None = None, per_head: b
     return [W for stack in stacks for W in stack] if per_head else stacks
 
 
-def floor_of(frames: Sequence[Tensor], grads: Sequence[Tensor]) -> dict[str, Callable[[], None]]:
-    """The step's arithmetic alone: its five products, and its passes over memory, on operands of their own."""
-    momenta = [torch.randn_like(W) for W in frames]
-    widest = max(frames, key=len)
-    r = widest.shape[-1]
-    out, out2 = torch.empty_like(widest), torch.empty_like(widest)
-    small = widest.new_zeros(len(widest), r, r)
-
-    def products() -> None:
-        for W, G, m in zip(frames, grads, momenta, strict=True):
-            S, U = small[: len(W)], out[: len(W)]
-            torch.bmm(W.mT, G, out=S)
-            torch.bmm(W.mT, m, out=S)
-            torch.bmm(W, S, out=U)  # the normal parts
-            torch.bmm(U.mT, U, out=S)  # the Gram matrix
-            torch.bmm(U, S, out=out2[: len(W)])  # the retraction
-
-    def passes() -> None:
-        for W, G, m in zip(frames, grads, momenta, strict=True):
-            U = out[: len(W)]
-            U.copy_(G)
-            torch.linalg.vector_norm(U, dim=(1, 2))  # ‖g‖
-            m.lerp_(U, 0.1)
-            torch.linalg.vector_norm(m, dim=(1, 2))  # ‖m‖
-            torch.add(W, m, out=U)  # W + ξ
-
-    return {"five products": products, "memory passes": passes}
-
-
 def compare(frames: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
     """Every optimizer and the floor on the same frames and gradients, interleaved."""
-    grads = [1e-3 * torch.randn_like(W) for W in frames]
-    optimizers = {name: arm(frames, grads) for name, arm in benchmark_arms.arms().items()}
+    grads = [[1e-3 * torch.randn_like(W) for W in frames] for _ in range(GRADIENTS)]
+    optimizers = {name: arm(frames, grads[0]) for name, arm in benchmark_arms.arms().items()}
     steps: dict[str, Callable[[], Any]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     if frames[0].ndim == 3:
-        steps |= floor_of(frames, grads)
-    timings = interleaved(steps, args.repeats, args.device)
+        steps |= benchmark_profile.floor_of(frames, grads[0])
+
+    def new_gradients(name: str, repeat: int) -> None:
+        if name in optimizers:
+            benchmark_arms.give(optimizers[name], grads[repeat % GRADIENTS])
+
+    timings = interleaved(steps, args.repeats, args.device, new_gradients)
     clock = "wall" if args.wall or args.device == "cuda" else "cpu"
     rows = {}
     for name, times in timings.items():
@@ -153,6 +140,17 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         shares[model] = transient_bytes(optimizer.step, args.device) / sum(4 * W.numel() for W in frames)
     return shares
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Where the time of our step goes, for every model."""
+    found = {}
+    for model in args.models:
+        frames = layers_of(model, args.device)
+        optimizer = benchmark_arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames])
+        optimizer.step()
+        found[model] = benchmark_profile.shares(optimizer.step, frames, args.repeats)
+    return found
 
 
 def growth(args: argparse.Namespace) -> dict[str, float]:
@@ -215,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 title = f"ViT-{model}" + (", one parameter per head" if per_head else "")
                 results[title] = compare(layers_of(model, args.device, per_head=per_head), args)
                 show(title, results[title])
-    for section, measure in (("layers", growth), ("memory", memory), ("training", training_steps)):
-        if section in args.sections:
+    measures = {"layers": growth, "memory": memory, "training": training_steps, "profile": profile}
+    for section, measure in measures.items():
+        if section in args.sections and not (section == "profile" and args.device == "cuda"):
             results[section] = measure(args)
             print(f"\n{section}: {json.dumps(results[section])}")
     if args.json:

@@ -91,6 +91,14 @@ def _stacked(frames: Sequence[Tensor]) -> list[Tensor]:
     return [W.view(-1, *W.shape[-2:]) for W in frames]
 
 
+def give(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor]) -> None:
+    """New gradients for the parameters of an arm, in whatever layout it keeps its frames."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = [G for p in params for G in _stacked([p.grad])[0]]
+    for G, new in zip(mine, (G for stack in _stacked(grads) for G in stack), strict=True):
+        G.copy_(new if G.shape == new.shape else new.mT)
+
+
 def arms() -> dict[str, Arm]:
     """Every arm whose package is installed, ours first."""
     found: dict[str, Arm] = {

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from . import stiefel
 
-# Frames that something else moved (a bf16 round trip, an EMA) leave the interval; this margin keeps them inside.
-MARGIN = 0.01
+# Frames that something else moved a little (a bf16 round trip) stay inside the interval by this margin. Farther out
+# (an EMA) the error of the fit grows with a power of the distance, and the next steps remove it.
+MARGIN = 1e-3
 # Degrees that 0, 1, 2, 3 and 4 products of r×r matrices reach.
 DEGREES = (1, 2, 4, 6, 9)
 # What a fit made in float64 on the host can resolve.

@@ -48,14 +48,13 @@ def test_plan_reaches_its_target_on_the_whole_interval(bound: float, dtype: torc
     assert abs(sigma - 1).max() < max(EPS[dtype] / 4, 4e-15)
 
 
-def test_short_steps_take_two_small_products_and_long_ones_four() -> None:
-    degrees = {
-        bound: [len(p.coefficients) - 1 for p in polar_plan(bound, EPS[torch.float32])] for bound in (2**-7, 1.0)
-    }
-    assert degrees == {2**-7: [4], 1.0: [9]}
+def test_short_steps_take_one_small_product_and_long_ones_four() -> None:
+    bounds = (2**-7, 2**-4, 2**-3, 1.0)
+    degrees = {bound: [len(p.coefficients) - 1 for p in polar_plan(bound, EPS[torch.float32])] for bound in bounds}
+    assert degrees == {2**-7: [2], 2**-4: [2], 2**-3: [4], 1.0: [9]}
 
 
-@pytest.mark.parametrize("bound", [2**-7, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("bound", [2**-7, 0.125, 0.25, 0.5, 1.0])
 def test_polynomial_of_a_matrix_is_the_polynomial_of_its_eigenvalues(bound: float) -> None:
     polynomial = polar_plan(bound, EPS[torch.float32])[0]
     Q = stiefel.random_frame(2, 6, 6, dtype=torch.float64)
