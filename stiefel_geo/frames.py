@@ -149,7 +149,6 @@ class FrameRows(nn.Module):
         n, r = core.shape[:2]
         if value.shape != core.shape and value.shape in ((n, r), (n, r, r)):
             retire(core, "a core of another form, which the new weights need")
-            delattr(self, name)
             self._put_core(name, core.new_empty(value.shape), core.requires_grad)
 
     def forward(self) -> Tensor:
@@ -228,8 +227,6 @@ class FrameRows(nn.Module):
         self._watch.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        for _, value in self.named_frames():  # geoopt's own deepcopy refuses half-precision and meta frames
-            memo[id(value)] = as_frames(value.detach().clone(), value.requires_grad)
         replica = self.__new__(type(self))
         memo[id(self)] = replica
         replica.__dict__ = copy.deepcopy(self.__dict__, memo)

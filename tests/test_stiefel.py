@@ -95,5 +95,5 @@ def test_random_frame_follows_from_its_generator_alone() -> None:
 
 
 def test_frames_are_drawn_and_measured_on_the_device_asked_for() -> None:
-    W = stiefel.random_frame(3, 4, 2, device="meta")
+    W = stiefel.random_frame(2, 5, 4, 3, device="meta")
     assert (W.device.type, stiefel.defect(W).device.type) == ("meta", "meta")
