@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import stiefel_geo
 from stiefel_geo.integrations import coverage
 from stiefel_geo.patching import unpatched
+from stiefel_geo.report import PatchReport, Skipped
 
 SHARED = Path(os.environ.get("STIEFEL_GEO_SHARED", Path(__file__).parents[2] / "shared"))
 DINO = SHARED / "pretrained" / "vit_small_patch14_dinov2.fp16.safetensors"
@@ -247,3 +248,21 @@ def test_coverage_counts_architectures_by_family(capsys: pytest.CaptureFixture[s
 def test_coverage_of_no_architecture_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert coverage.main(["--family", "no_such_*"]) == 2
     assert "matches 'no_such_*'" in capsys.readouterr().err
+
+
+def test_coverage_tells_a_model_without_attention_from_one_that_is_left_out() -> None:
+    without = coverage.cover("resnet10t")
+    assert (without.status, without.patched, without.error) == ("without attention", {}, "")
+
+
+def test_coverage_exits_with_1_where_an_architecture_is_left_out(monkeypatch, capsys) -> None:
+    left_out = coverage.Coverage("some_vit", "vit", "not at all", error="no layout")
+    monkeypatch.setattr(coverage, "cover", lambda name: left_out)
+    assert coverage.main(["--family", "test_vit"]) == 1
+    assert "some_vit: no layout" in capsys.readouterr().out
+
+
+def test_coverage_counts_a_module_without_a_reason_against_the_architecture() -> None:
+    known = Skipped("a", "A", "no query or key projection")
+    assert coverage._status(PatchReport([], [known])) == "wholly"
+    assert coverage._status(PatchReport([], [known, Skipped("b", "B", "not selected")])) == "in part"

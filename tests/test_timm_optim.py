@@ -2,13 +2,16 @@
 
 import importlib
 import math
+from typing import ClassVar
 
 import pytest
 import timm
 import torch
 from example_scripts import EXAMPLES
+from timm.layers import Attention
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2
+from timm.optim._param_groups import auto_group_layers
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
 from tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
@@ -182,3 +185,28 @@ def test_train_timm_without_a_checkpoint_says_so(tmp_path, capsys):
 
 def test_timm_is_the_version_whose_registry_the_package_uses():
     assert timm.optim.list_optimizers("scalefree*") == ["scalefreeradam"]
+
+
+class Ungrouped(nn.Module):
+    """A model of timm's parts that does not say how its layers are grouped: timm takes twelve parameters a layer."""
+
+    pretrained_cfg: ClassVar = {"classifier": "head"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Attention(32, num_heads=2) for _ in range(30))
+        self.head = nn.Linear(32, 3)
+
+
+def test_layers_of_a_model_without_groups_are_timms_own_before_the_patch() -> None:
+    model = Ungrouped()
+    plain = auto_group_layers(model)
+    stiefel_geo.patch(model)
+    found = stiefel_geo.integrations.timm_optim.layer_numbers(model)
+    frames = {found[name] for name, _ in stiefel_geo.frames(model) if name.startswith("blocks.20.")}
+    assert frames == {plain["blocks.20.qkv.weight"]}
+    assert frames.isdisjoint({0, max(plain.values())})
+    kept = found.keys() & plain.keys()
+    assert {name: found[name] for name in kept} == {name: plain[name] for name in kept}
+    assert set(found) == {name for name, _ in model.named_parameters()}
