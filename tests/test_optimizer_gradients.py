@@ -93,6 +93,30 @@ def test_purely_normal_gradient_counts_as_zero_in_the_second_moment(dtype):
     assert optimizer.state[p]["exp_avg_sq"].tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+def test_small_tangent_part_of_a_normal_gradient_is_a_direction(dtype, share):
+    p = frame(3, 48, 16, dtype=dtype)
+    before = p.detach().clone()
+    normal = before @ stiefel.sym(gaussian((3, 16, 16), 1, dtype))
+    tangent = stiefel.project(before, gaussian(p.shape, 2, dtype))
+    tangent *= share * normal.norm() / tangent.norm()
+    one_step(p, normal + tangent, lr=1e-3)
+    moved = p.detach() - before
+    assert_close([moved.square().mean((-2, -1)).sqrt()], [torch.full((3,), 1e-3, dtype=dtype)], 1e-5)
+    cosine = -(moved * tangent).sum((-2, -1)) / (moved.norm(dim=(-2, -1)) * tangent.norm(dim=(-2, -1)))
+    assert cosine.min() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_momentum_that_is_rounding_noise_moves_nothing(dtype):
+    p = frame(3, 48, 16, dtype=dtype)
+    optimizer = one_step(p, gaussian(p.shape, 1, dtype), betas=(0.0, 0.999))  # v is above 0 from now on
+    before = p.detach().clone()
+    p.grad = 1e6 * (before @ stiefel.sym(gaussian((3, 16, 16), 2, dtype)))
+    optimizer.step()
+    assert torch.equal(p, before)
+
+
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-12, 1e8, 1e30])
 def test_path_is_the_same_for_gradients_of_any_scale(scale):
     p, q = frame(3, 12, 4, dtype=torch.float32), frame(3, 12, 4, dtype=torch.float32)
