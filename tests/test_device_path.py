@@ -39,6 +39,13 @@ def test_path_without_reads_equals_the_path_with_them(
     assert (path(shape, torch.float64, **settings) - with_reads).abs().max() < 1e-12
 
 
+def test_bound_without_a_trust_region_counts_the_entries_of_square_frames(request: pytest.FixtureRequest) -> None:
+    settings = {"lr": 1.0, "trust_radius": math.inf}
+    with_reads = path((2, 24, 24), torch.float64, **settings)
+    request.getfixturevalue("no_reads")
+    assert (path((2, 24, 24), torch.float64, **settings) - with_reads).abs().max() < 1e-9
+
+
 @pytest.mark.usefixtures("no_reads")
 @pytest.mark.parametrize("k", [-80, -20, 60])
 def test_powers_of_two_leave_the_path_without_reads_bit_identical(k: int) -> None:
