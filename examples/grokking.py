@@ -5,7 +5,7 @@
 
 Both arms start from the same orthonormal frames; AdamW with weight decay 1.0 trains everything else (and, in the
 arm `adamw`, queries and keys too). The state is kept in `--work` every thousand epochs: a killed run goes on there.
-With `--minutes`, a run that is not done by then leaves what it has in the file ….partial.jsonl.
+With `--minutes`, a run that is not done by then leaves what it has in the file ….partial.jsonl, and the next begins.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-3)
     add("--weight-decay", type=float, default=1.0)
     add("--seeds", type=int, default=5)
-    add("--minutes", type=float, default=float("inf"), help="begin no new epoch after that many minutes")
+    add("--minutes", type=float, default=float("inf"), help="stop each run after that many minutes")
     add("--processes", type=int, default=1)
     add("--out", type=Path, default=RESULTS / "grokking.jsonl")
     add("--work", type=Path, default=Path("runs/grokking"))
@@ -149,12 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.p, args.width, args.epochs, args.seeds = 7, 16, 20, 1
     torch.set_num_threads(1)
     partners = side_by_side(args.processes, __file__, sys.argv[1:] if argv is None else argv)
-    deadline = time.monotonic() + 60 * args.minutes
     for config in grid(args):
-        if time.monotonic() > deadline:
-            break
+        deadline = time.monotonic() + 60 * args.minutes
         try:
-            run_grid([config], lambda config: run(config, args.work, deadline), args.out, "grokking")
+            run_grid([config], partial(run, work=args.work, deadline=deadline), args.out, "grokking")
         except OutOfTime as stop:
             reached = {"config": config, "reached": stop.rows[-1]["epoch"], "rows": stop.rows}
             append_record(partial_file(args.out), {**reached, **provenance()})
