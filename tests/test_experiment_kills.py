@@ -1,17 +1,15 @@
 """The experiments' grids after kill -9 at random moments: the same command ends with the uninterrupted records."""
 
-import multiprocessing
 import os
 import random
-import signal
-import time
+import shutil
 
 import pytest
 import torch
 from evidence_scripts import cifar10_patches, grokking, harness
+from kills import FORK, killed_after, seconds_of
 
 KILLS = int(os.environ.get("KILLS", "10"))
-FORK = multiprocessing.get_context("fork")
 NOT_COMPUTED = {"seconds", "versions", "commit", "dirty"}
 SCRIPTS = {
     "patches": (cifar10_patches, ["--smoke"]),
@@ -30,7 +28,7 @@ def _grokking_saves_often(monkeypatch):
 
 
 def in_child(script, options, folder):
-    """The script's main in a forked process, which needs no imports: a kill lands in its work."""
+    """The script's main in a forked process."""
     argv = [*options, "--out", str(folder / "runs.jsonl"), "--work", str(folder / "work")]
     process = FORK.Process(target=script.main, args=(argv,))
     process.start()
@@ -46,23 +44,19 @@ def computed(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_one_of_10_kills_of_a_grid_ends_with_the_uninterrupted_records(tmp_path, name):
-    started = time.monotonic()
-    process = in_child(*SCRIPTS[name], tmp_path / "whole")
-    process.join()
-    assert process.exitcode == 0
-    seconds, whole = time.monotonic() - started, computed(tmp_path / "whole")
+    seconds = seconds_of(in_child(*SCRIPTS[name], tmp_path / "whole"))
+    whole = computed(tmp_path / "whole")
     rng, landed = random.Random(0), []
-    for kill in range(KILLS):
-        folder = tmp_path / f"killed{kill}"
-        process = in_child(*SCRIPTS[name], folder)
-        time.sleep(rng.uniform(0.02, 0.95) * seconds)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+    while len(landed) < KILLS:
+        folder = tmp_path / f"killed{len(landed)}"
+        if not killed_after(in_child(*SCRIPTS[name], folder), rng.uniform(0.02, 0.98) * seconds):
+            shutil.rmtree(folder)
+            continue
         landed.append(len(computed(folder)))
         assert computed(folder) == whole[: landed[-1]]
         process = in_child(*SCRIPTS[name], folder)
         process.join()
         assert process.exitcode == 0
-        assert computed(folder) == whole, f"kill {kill}, runs done: {landed[-1]}"
+        assert computed(folder) == whole, f"kill {len(landed)}, runs done: {landed[-1]}"
     print(f"{name}: {KILLS} of {KILLS} resumed; of {len(whole)} runs done at the kill: {landed}")
     assert len(set(landed)) > 2  # they landed in different places

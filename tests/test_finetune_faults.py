@@ -1,20 +1,19 @@
 """examples/finetune.py when the machine fails it: kills, a full disk, a read-only folder, a dying worker."""
 
-import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
-import time
 
 import pytest
 import torch
 from example_scripts import atomic_files, finetune, image_data
 from image_folders import write_images
+from kills import FORK, killed_after, seconds_of
 from test_finetune import digest, figures, run
 
 KILLS = int(os.environ.get("KILLS", "30"))
-FORK = multiprocessing.get_context("fork")
 OPTIONS = ("--arm", "stiefel", "--epochs", 3)
 
 
@@ -27,7 +26,7 @@ def _one_thread():
 
 
 def in_child(out, *options):
-    """finetune.main in a forked process, which needs no imports: a kill lands in its work."""
+    """finetune.main in a forked process."""
     process = FORK.Process(target=run, args=(out, *options))
     process.start()
     return process
@@ -35,22 +34,18 @@ def in_child(out, *options):
 
 @pytest.mark.slow
 def test_every_one_of_30_kills_resumes_to_the_uninterrupted_figures(tmp_path):
-    started = time.monotonic()
-    process = in_child(tmp_path / "whole", *OPTIONS)
-    process.join()
-    assert process.exitcode == 0
-    seconds, whole = time.monotonic() - started, figures(tmp_path / "whole")
+    seconds = seconds_of(in_child(tmp_path / "whole", *OPTIONS))
+    whole = figures(tmp_path / "whole")
     rng, landed = random.Random(0), []
-    for kill in range(KILLS):
-        out = tmp_path / f"killed{kill}"
-        process = in_child(out, *OPTIONS)
-        time.sleep(rng.uniform(0.02, 0.95) * seconds)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+    while len(landed) < KILLS:
+        out = tmp_path / f"killed{len(landed)}"
+        if not killed_after(in_child(out, *OPTIONS), rng.uniform(0.02, 0.98) * seconds):
+            shutil.rmtree(out)
+            continue
         checkpoint = out / "stiefel" / "checkpoint.pt"
         landed.append(len(atomic_files.load_state(checkpoint)["rows"]) if checkpoint.exists() else None)
         run(out, *OPTIONS, *(["--resume"] if checkpoint.exists() else []))
-        assert figures(out) == whole, f"kill {kill}, epochs done: {landed[-1]}"
+        assert figures(out) == whole, f"kill {len(landed)}, epochs done: {landed[-1]}"
     print(f"{KILLS} of {KILLS} resumed; epochs done at the kill: {landed}")
     assert len(set(landed)) > 2  # they landed in different places
 
