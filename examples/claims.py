@@ -126,8 +126,9 @@ def finetune_claims(records: Sequence[Record]) -> list[Claim]:
     """Our own question, which the paper leaves open: what patching does to the fine-tuning of a pretrained ViT."""
     if not records:
         return []
-    gains = {lr: paired(differences(arms, OURS, BASELINE)) for lr, arms in by_peak(records).items()}
+    at_each = {lr: paired(differences(arms, OURS, BASELINE)) for lr, arms in by_peak(records).items()}
+    gains = {lr: gain for lr, gain in at_each.items() if gain.n}
     figure = "; ".join(f"lr {lr:g}: {interval(gain)}" for lr, gain in gains.items())
-    sides = {side(gain) for gain in gains.values()}
+    sides = {side(gain) for gain in gains.values()} - {NOT_TESTABLE} or {NOT_TESTABLE}
     return [Claim("(not in the paper) fine-tuning a pretrained ViT-S gains", "finetune", f"points at {figure}",
                   sides.pop() if len(sides) == 1 else "depends on lr")]  # fmt: skip
