@@ -19,7 +19,6 @@ values neither overflow nor underflow.
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -225,21 +224,16 @@ def _scaled_norms(X: Tensor) -> Tensor:
     return size.double() * unit
 
 
-@lru_cache
 def largest_ratio(beta1: float, beta2: float) -> float:
     """The supremum over t and all gradients of ‖m̂_t‖/√(v̂_t·d·r).
 
-    By Cauchy–Schwarz the ratio at t is (1−β₁)/(1−β₁ᵗ) · √((1−β₂ᵗ)/(1−β₂) · Σ_{i<t} (β₁²/β₂)ⁱ), since projections
-    do not lengthen. Infinite when β₁² ≥ β₂, where old momentum outlives the second moment.
+    By Cauchy–Schwarz the square of the ratio at t is (1−β₁)²/(1−β₁ᵗ)² · (1−β₂ᵗ)/(1−β₂) · (1−qᵗ)/(1−q) with
+    q = β₁²/β₂, since projections do not lengthen. It grows with t: with a = −ln β₂ and b = −ln q its share of the limit
+    is 1 − sinh²((a−b)t/4)/sinh²((a+b)t/4). Infinite when β₁² ≥ β₂, where old momentum outlives the second moment.
     """
     if beta1 == 0 and beta2 == 0:
         return 1.0
     if beta1**2 >= beta2:
         return math.inf
     q = beta1**2 / beta2
-    limit = (1 - beta1) / math.sqrt((1 - beta2) * (1 - q))
-    ratios = (
-        (1 - beta1) / (1 - beta1**t) * math.sqrt((1 - beta2**t) / (1 - beta2) * (1 - q**t) / (1 - q))
-        for t in range(1, 2000)
-    )
-    return max(limit, *ratios)
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - q))
