@@ -139,7 +139,9 @@ def test_equal_core_values_fail_the_certificate_of_the_canonical_form() -> None:
 
 def test_measurements_of_rounding_vary_with_the_seed() -> None:
     first, second = (stiefel_geo.certify([SHAPE], seed) for seed in (0, 1))
-    exact = [a.claim for a, b in zip(first, second, strict=True) if a.measured == b.measured]
+    agree = [a for a, b in zip(first, second, strict=True) if a.measured == b.measured]
+    # A few units in the last place, as of singular values that are 1, are whole numbers and may well agree.
+    exact = [a.claim for a in agree if not 0 < a.measured <= 8 * torch.finfo(torch.float64).eps]
     assert exact == [
         "100 steps on gradients × powers of two: frames apart",
         "a step on the gradient λW: largest change of an entry",
