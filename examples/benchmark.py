@@ -148,8 +148,8 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     for model in args.models:
         frames = layers_of(model, args.device)
         optimizer = benchmark_arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames])
-        optimizer.step()
-        found[model] = benchmark_profile.shares(optimizer.step, frames, args.repeats)
+        total = median(interleaved({"ours": optimizer.step}, args.repeats, args.device)["ours"]["cpu"])
+        found[model] = benchmark_profile.shares(optimizer.step, frames, args.repeats, total)
     return found
 
 

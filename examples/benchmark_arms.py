@@ -83,19 +83,21 @@ def adamw_foreach(frames: Sequence[Tensor], grads: Sequence[Tensor]) -> torch.op
 
 def muon(frames: Sequence[Tensor], grads: Sequence[Tensor]) -> torch.optim.Optimizer:
     """torch's Muon takes matrices alone: one parameter per head in every layout."""
-    heads = [W for stack in _stacked(frames) for W in stack], [G for stack in _stacked(grads) for G in stack]
-    return torch.optim.Muon(_plain(*heads), lr=LR)
+    return torch.optim.Muon(_plain(_heads(frames), _heads(grads)), lr=LR)
 
 
 def _stacked(frames: Sequence[Tensor]) -> list[Tensor]:
     return [W.view(-1, *W.shape[-2:]) for W in frames]
 
 
+def _heads(frames: Sequence[Tensor]) -> list[Tensor]:
+    return [W for stack in _stacked(frames) for W in stack]
+
+
 def give(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor]) -> None:
     """New gradients for the parameters of an arm, in whatever layout it keeps its frames."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = [G for p in params for G in _stacked([p.grad])[0]]
-    for G, new in zip(mine, (G for stack in _stacked(grads) for G in stack), strict=True):
+    mine = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    for G, new in zip(_heads(mine), _heads(grads), strict=True):
         G.copy_(new if G.shape == new.shape else new.mT)
 
 

@@ -1,6 +1,5 @@
 """What our step consists of: its arithmetic alone, and where its time goes."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +19,9 @@ def kind_of(name: str, shapes: Sequence[Sequence[int]], d: int, r: int) -> str |
     return "passes over d×r" if whole else "other r×r" if small else None
 
 
-def shares(step: Callable[[], Any], frames: Sequence[Tensor], repeats: int) -> dict[str, float]:
-    """Milliseconds of CPU time of one step by kind; `calls` is what the step takes beyond the operations' own time."""
+def shares(step: Callable[[], Any], frames: Sequence[Tensor], repeats: int, total: float) -> dict[str, float]:
+    """Milliseconds of CPU time of one step by kind; `calls` is what of `total` is beyond the operations' own time."""
     d, r = frames[0].shape[-2:]
-    times = []
-    for _ in range(repeats):
-        start = time.process_time()
-        step()
-        times.append(1e3 * (time.process_time() - start))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
         for _ in range(repeats):
@@ -37,7 +31,6 @@ def shares(step: Callable[[], Any], frames: Sequence[Tensor], repeats: int) -> d
         kind = kind_of(event.name, event.input_shapes or [], d, r)
         if kind and not event.name.startswith("Optimizer."):
             found[kind] += event.self_cpu_time_total / 1e3 / repeats
-    total = sorted(times)[len(times) // 2]
     return {**found, "calls": total - sum(found.values()), "step": total}
 
 

@@ -6,12 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from harness import Config, Record, key
-from paired_statistics import (
-    FEWEST,
-    NOT_TESTABLE,
-    Paired,
-    paired,
-)
+from paired_statistics import FEWEST, NOT_TESTABLE, Paired, paired
 from patch_stages import EPOCHS, EPOCHS_SIZES, FIRST_GRID_SEED
 
 OURS, BASELINE = "scale_free", "adamw"
@@ -169,7 +164,8 @@ def with_endpoints(records: Sequence[Record]) -> list[Record]:
 def by_peak(records: Sequence[Record]) -> dict[float, Arms]:
     """{peak learning rate: arms} of the fine-tuning runs of the configuration with most of them."""
     counts = Counter(key(_but_peak(record)) for record in records)
-    most = [record for record in records if key(_but_peak(record)) == counts.most_common(1)[0][0]]
+    main = max(counts, key=counts.__getitem__, default="")
+    most = [record for record in records if key(_but_peak(record)) == main]
     peaks = sorted({record["config"]["peak_lr"] for record in most})
     return {lr: by_arm(most, next(common(r["config"]) for r in most if r["config"]["peak_lr"] == lr)) for lr in peaks}
 

@@ -20,6 +20,7 @@ from typing import Any
 import finetune
 import torch
 from harness import RESULTS, Config, Record, run_grid, side_by_side
+from patch_stages import OTHER_PAIRS
 from starting_model import SMALL
 
 ARMS = {"adamw": "adamw", "scale_free": "stiefel"}  # names in the evidence: names in finetune.py
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=32)
     add("--lrs", type=float, nargs="+", default=[3e-5, 1e-4, 3e-4], help="peaks; both arms get each of them")
     add("--weight-decay", type=float, default=0.05)
-    add("--seeds", type=int, default=5)
+    add("--seeds", type=int, default=OTHER_PAIRS)
     add("--device", default="cpu")
     add("--processes", type=int, default=1, help="that many processes side by side, one thread each")
     add("--out", type=Path, default=RESULTS / "finetune.jsonl")

@@ -14,12 +14,12 @@ from pathlib import Path
 from atomic_files import write_atomically
 from bad_input import BadInput
 from claims import finetune_claims, grokking_claims, patch_claims
-from evidence import by_arm, described, main_configuration, pairs_only, sweep
+from evidence import BASELINE, OURS, by_arm, by_peak, described, differences, main_configuration, pairs_only, sweep
 from evidence_plots import draw_grokking, draw_movement, draw_pair_lines, draw_pairs, draw_phase
 from frame_steps import ARMS
 from harness import RESULTS, Record, key, read_records
 from paired_statistics import RULES
-from patch_stages import STAGES, chosen_lr
+from patch_stages import OTHER_PAIRS, STAGES, chosen_lr
 from report_sections import (
     arms_section,
     finetune_section,
@@ -65,6 +65,8 @@ def missing(patches: Sequence[Record], grokking: Sequence[Record], tuned: Sequen
         f"{r['reached']:,} of {r['config']['epochs']:,}"
         for r in grokking if r["reached"] < r["config"]["epochs"]
     ]  # fmt: skip
+    pairs = {lr: len(differences(arms, OURS, BASELINE)) for lr, arms in by_peak(tuned).items()}
+    lines += [f"fine-tuning, lr {lr:g}: {n} of {OTHER_PAIRS} pairs" for lr, n in pairs.items() if n < OTHER_PAIRS]
     return "\n".join(f"- {line}" for line in lines) or "Nothing."
 
 

@@ -128,10 +128,11 @@ def dominance(cells: Mapping[tuple[float, int], Sequence[float]]) -> str:
     found: dict[str, list[str]] = {"ahead": [], "behind": [], "level": [], NOT_TESTABLE: []}
     for (decay, images), gains in cells.items():
         found[side(paired(gains))].append(f"{decay:g} × {images:,}")
-    words = {side: ", ".join(names) or "nowhere" for side, names in found.items()}
+    words = {where: ", ".join(names) or "nowhere" for where, names in found.items()}
+    few = f"; with too few pairs: {words[NOT_TESTABLE]}" if found[NOT_TESTABLE] else ""
     return (
         f"`{OURS}` is ahead of AdamW (interval above 0) at decay × images: {words['ahead']}; behind (below 0): "
-        f"{words['behind']}; 0 is inside the interval: {words['level']}."
+        f"{words['behind']}; 0 is inside the interval: {words['level']}{few}."
     )
 
 

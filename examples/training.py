@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import stiefel_geo
 from stiefel_geo import diagnostics
+from stiefel_geo.checks import check_loaded
 
 WATCH_EVERY = 10  # steps between two looks at the frames: each look waits for the device
 
@@ -80,9 +81,7 @@ class Arm:
 def check_moments(optimizer: torch.optim.AdamW) -> None:
     """Raise ValueError for a loaded state that is not AdamW's: torch loads any, and fails in the first step."""
     for p, state in optimizer.state.items():
-        found = {key: tuple(torch.as_tensor(value).shape) for key, value in state.items()}
-        if found != {"step": (), "exp_avg": tuple(p.shape), "exp_avg_sq": tuple(p.shape)}:
-            raise ValueError(f"the state of a parameter of shape {tuple(p.shape)} has entries {found}")
+        check_loaded(p, state, {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p})
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float, weight_decay: float) -> torch.optim.Optimizer:

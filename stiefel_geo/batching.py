@@ -122,10 +122,11 @@ def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
 
 def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
     """Step parameters of equal (d, r): their frames in batches, their scalars all at once."""
-    most, joined = _batch_sizes([work[at] for at in alike])
-    parts = _parts([work[at].shape[0] for at in alike], most, joined)
-    grads = [_frames(lists.grads[at]).to(work[at].dtype) for at in alike]
-    stacks = [work[at] for at in alike], grads, [lists.exp_avgs[at] for at in alike]
+    frames = [work[at] for at in alike]
+    most, joined = _batch_sizes(frames)
+    parts = _parts([W.shape[0] for W in frames], most, joined)
+    grads = [_frames(lists.grads[at]).to(frames[0].dtype) for at in alike]
+    stacks = frames, grads, [lists.exp_avgs[at] for at in alike]
     kept = [[tensors[at] for at in alike] for tensors in lists[4:]]
     for bunch in _bunches(parts, most):
         batches = [_batch(stacks, batch) for batch in bunch]

@@ -81,18 +81,18 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
     """
     _, d, r = batches[0].W[0].shape
     workspace = batches[0].W[0].new_empty(max(batch.n for batch in batches), d, r)
+    eps, largest = torch.finfo(workspace.dtype).eps, torch.finfo(workspace.dtype).max
     sizes = [advance_momentum_(batch, settings.beta1, workspace[: batch.n]) for batch in batches]
-    g_sq, G_sq = squares(torch.cat(sizes, dim=1), settings.beta1, torch.finfo(workspace.dtype).eps)
+    g_sq, G_sq = squares(torch.cat(sizes, dim=1), settings.beta1, eps)
     m_sq = norms([m for batch in batches for m in batch.m]).square_()
 
-    floor_sq = (NOISE * torch.finfo(workspace.dtype).eps) ** 2 * G_sq
+    floor_sq = (NOISE * eps) ** 2 * G_sq
     finite = advance_second_moment_(scalars, torch.where(g_sq <= floor_sq, 0.0, g_sq) / (d * r), settings)
     factor = step_factor(scalars, settings)
     factor = torch.where(finite & (m_sq > floor_sq) & (scalars.exp_avg_sq > 0), factor, 0.0)
     factor, length = cap_(scalars, factor, factor * m_sq.sqrt(), settings.trust_radius)
 
     bound = longest_step(length, d * r, settings)
-    largest = torch.finfo(workspace.dtype).max
     scale = (factor if settings.maximize else -factor).clamp(-largest, largest).to(workspace.dtype)
     all_move = _reads_are_free(scale) and bool((scale != 0).all())
     scales = scale[:, None, None].split_with_sizes([batch.n for batch in batches])

@@ -17,6 +17,7 @@ patch_stages = importlib.import_module("patch_stages")
 patch_training = importlib.import_module("patch_training")
 patch_transformer = importlib.import_module("patch_transformer")
 report = importlib.import_module("report")
+report_sections = importlib.import_module("report_sections")
 
 __all__ = [
     "EXAMPLES",
@@ -33,4 +34,5 @@ __all__ = [
     "patch_training",
     "patch_transformer",
     "report",
+    "report_sections",
 ]

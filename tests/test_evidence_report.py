@@ -14,6 +14,7 @@ from evidence_scripts import (
     paired_statistics,
     patch_stages,
     report,
+    report_sections,
 )
 
 README = EXAMPLES.parent / "README.md"
@@ -218,6 +219,7 @@ def tuned(gains, lr):
         ([[1, -2, 3], [1, -2, 1]], "level"),
         ([[1, 1.1, 1.2], [-1, -1.1, -1.2]], "depends on lr"),
         ([[1, 2], [1, 2]], "not testable here"),
+        ([[1, 1.1, 1.2], [1, 2]], "ahead"),
     ],
 )
 def test_fine_tuning_is_compared_at_each_learning_rate(gains, verdict):
@@ -238,3 +240,15 @@ def test_fine_tuning_pairs_come_from_finetune_itself(tmp_path):
     assert runs[1]["rows"][-1]["defect"] < 1e-5
     assert finetune_pairs.main(["--smoke", "--out", str(out)]) == 0
     assert harness.read_records(out) == runs  # nothing is run twice
+
+
+def test_fine_tuning_pairs_that_are_missing_are_counted():
+    runs = [*tuned([1.0] * 5, 1e-4), *tuned([1.0, 2.0], 1e-3)]
+    lines = report.missing([], [], runs).splitlines()
+    assert [line for line in lines if "fine-tuning" in line] == ["- fine-tuning, lr 0.001: 2 of 5 pairs"]
+
+
+def test_cells_with_too_few_pairs_are_named_apart():
+    text = report_sections.dominance({(0.1, 10): [1.0, 1.1, 1.2], (0.2, 20): [1.0, 1.1]})
+    assert "above 0) at decay × images: 0.1 × 10;" in text
+    assert text.endswith("with too few pairs: 0.2 × 20.")
