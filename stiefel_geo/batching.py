@@ -1,8 +1,7 @@
 """Frames of many parameters as batches (n, d, r): state, grouping, and the way there and back."""
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from .step import Batch, Scalars, Settings, update_
 # Bytes of W in a batch: on a CPU what the caches hold, and a share of all frames, since a batch needs memory of its
 # own, about twice as much; on an accelerator enough to keep it busy.
 CPU_BATCH_BYTES = (512 << 10, 5 << 20)
-CPU_BATCH_SHARE = 6
+CPU_BATCH_SHARE = 12
 DEVICE_BATCH_BYTES = 1 << 30
 # On a CPU only parameters up to this size are joined by a copy: for larger ones it costs more than calls do.
 CPU_JOIN_BYTES = 64 << 10
@@ -44,24 +43,13 @@ class FrameLists(NamedTuple):
             target.append(entry)
 
 
-class Piece(NamedTuple):
-    """Frames start … stop − 1 of the parameter at place `at`."""
+class Member(NamedTuple):
+    """The frames of one parameter as its batches see them, contiguous (n, d, r), and their scalars."""
 
-    at: int
-    start: int
-    stop: int
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What the parameters' tensors (N, …) hold of these frames, as a view."""
-        whole = tensors[self.at]
-        return whole if self.size == whole.shape[0] else whole[self.start : self.stop]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-Part = list[Piece]  # frames that go through as one tensor: of one parameter a view, of several a copy
+    W: Tensor
+    G: Tensor
+    m: Tensor
+    scalars: Scalars
 
 
 def is_half(p: Tensor) -> bool:
@@ -100,7 +88,7 @@ def step_(lists: FrameLists, settings: Settings, *, join: bool) -> None:
     work = [_frames(master) for master in lists.masters]
     with full_precision(lists.params[0].device.type):
         for alike in _alike(work, join):
-            _step_alike_(alike, work, lists, settings)
+            _step_alike_([_member(work[at], lists, at) for at in alike], settings)
     for p, master, frames in zip(lists.params, lists.masters, work, strict=True):
         if is_half(p) or not master.is_contiguous():
             p.copy_(frames.view(p.shape))
@@ -109,6 +97,11 @@ def step_(lists: FrameLists, settings: Settings, *, join: bool) -> None:
 def _frames(X: Tensor) -> Tensor:
     """(..., d, r) as contiguous (n, d, r): a view where the memory allows it, a copy elsewhere."""
     return X.reshape(-1, *X.shape[-2:]).contiguous()
+
+
+def _member(W: Tensor, lists: FrameLists, at: int) -> Member:
+    scalars = Scalars(lists.exp_avg_sqs[at], lists.steps[at], lists.skipped[at], lists.capped[at])
+    return Member(W, _frames(lists.grads[at]).to(W.dtype), lists.exp_avgs[at], scalars)
 
 
 def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
@@ -120,30 +113,35 @@ def _alike(work: Sequence[Tensor], join: bool) -> list[list[int]]:
     return list(alike.values())
 
 
-def _step_alike_(alike: list[int], work: Sequence[Tensor], lists: FrameLists, settings: Settings) -> None:
-    """Step parameters of equal (d, r): their frames in batches, their scalars all at once."""
-    frames = [work[at] for at in alike]
-    most, joined = _batch_sizes(frames)
-    parts = _parts([W.shape[0] for W in frames], most, joined)
-    grads = [_frames(lists.grads[at]).to(frames[0].dtype) for at in alike]
-    stacks = frames, grads, [lists.exp_avgs[at] for at in alike]
-    kept = [[tensors[at] for at in alike] for tensors in lists[4:]]
-    for bunch in _bunches(parts, most):
-        batches = [_batch(stacks, batch) for batch in bunch]
-        every = [piece for batch in bunch for part in batch for piece in part]
-        scalars = Scalars(*(_gather(tensors, every) for tensors in kept))
-        update_(batches, scalars, settings)
-        for tensors, stepped in zip(kept, scalars, strict=True):
-            _scatter_(tensors, every, stepped)
-        for cut, batch in zip(bunch, batches, strict=True):
-            for part, W, m in zip(cut, batch.W, batch.m, strict=True):
-                _scatter_(stacks[0], part, W)
-                _scatter_(stacks[2], part, m)
+def _step_alike_(members: list[Member], settings: Settings) -> None:
+    """Step parameters of equal (d, r): small ones joined by a copy, one such group at a time, others where they lie."""
+    most, joined = _batch_sizes([member.W for member in members])
+    groups = _groups(members, most, joined)
+    alone = [group[0] for group in groups if len(group) == 1]
+    if alone:
+        _update_(_batches(alone, most), alone, settings)
+    for group in groups:
+        if len(group) > 1:
+            Ws, Gs, ms, _ = zip(*group, strict=True)
+            W, m = torch.cat(Ws), torch.cat(ms)
+            _update_([Batch([W], [torch.cat(Gs)], [m], [W.shape[0]])], group, settings)
+            _write_back_(Ws, W)
+            _write_back_(ms, m)
 
 
-def _batch(stacks: Sequence[Sequence[Tensor]], parts: list[Part]) -> Batch:
-    W, G, m = ([_gather(stack, part) for part in parts] for stack in stacks)
-    return Batch(W, G, m, [sum(piece.size for piece in part) for part in parts])
+def _update_(batches: list[Batch], members: Sequence[Member], settings: Settings) -> None:
+    """`update_` with the scalars of all members at once, in the order in which the batches hold their frames."""
+    kept = list(zip(*(member.scalars for member in members), strict=True))
+    scalars = Scalars(*(tensors[0] if len(tensors) == 1 else torch.cat(tensors) for tensors in kept))
+    update_(batches, scalars, settings)
+    for tensors, stepped in zip(kept, scalars, strict=True):
+        _write_back_(tensors, stepped)
+
+
+def _write_back_(tensors: tuple[Tensor, ...], joined: Tensor) -> None:
+    """Write a concatenation into the tensors that it was made from; a single one was used itself."""
+    if len(tensors) > 1:
+        torch._foreach_copy_(tensors, joined.split_with_sizes([tensor.shape[0] for tensor in tensors]))
 
 
 def _batch_sizes(work: Sequence[Tensor]) -> tuple[int, int]:
@@ -157,47 +155,41 @@ def _batch_sizes(work: Sequence[Tensor]) -> tuple[int, int]:
     return max(1, min(max(share, smallest), largest) // frame_bytes), CPU_JOIN_BYTES // frame_bytes
 
 
-def _bunches(parts: list[Part], most: int) -> list[list[list[Part]]]:
-    """Batches of up to `most` frames, in bunches whose scalars are stepped at once.
-
-    All parts that are views make one bunch; a joined part is one alone, so that one copy is held at a time.
-    """
-    batches: list[list[Part]] = []
-    room = 0  # frames that still fit the last batch
-    for part in (part for part in parts if len(part) == 1):
-        n = part[0].size
-        if n > room:
-            batches.append([])
-            room = most
-        batches[-1].append(part)
-        room -= n
-    joined = [[[part]] for part in parts if len(part) > 1]
-    return [batches, *joined] if batches else joined
-
-
-def _parts(sizes: list[int], most: int, joined: int) -> list[Part]:
-    """Cut parameters of `sizes` frames into parts of at most `most`, in order, joining those of up to `joined`."""
-    groups: list[Part] = []
-    room = 0  # frames that still fit the last part
-    for at, n in enumerate(sizes):
+def _groups(members: Sequence[Member], most: int, joined: int) -> list[list[Member]]:
+    """Members in order, neighbours of up to `joined` frames each together as long as they fit into `most`."""
+    groups: list[list[Member]] = []
+    room = 0  # frames that still fit the last group
+    for member in members:
+        n = member.W.shape[0]
         if n <= min(joined, room):
-            groups[-1].append(Piece(at, 0, n))
+            groups[-1].append(member)
             room -= n
-            continue
-        cuts = math.ceil(n / most)
-        edges = [n * cut // cuts for cut in range(cuts + 1)]
-        groups.extend([Piece(at, start, stop)] for start, stop in itertools.pairwise(edges))
-        room = most - n if n <= joined else 0
+        else:
+            groups.append([member])
+            room = most - n if n <= joined else 0
     return groups
 
 
-def _gather(tensors: Sequence[Tensor], part: Part) -> Tensor:
-    """The frames of the pieces: a view of one parameter, or a copy of several."""
-    return part[0].of(tensors) if len(part) == 1 else torch.cat([piece.of(tensors) for piece in part])
+def _batches(members: Sequence[Member], most: int) -> list[Batch]:
+    """The members' frames in order, as views, in batches of at most `most`."""
+    batches: list[Batch] = []
+    room = 0  # frames that still fit the last batch
+    for W, G, m, _ in members:
+        for part in _parts(W, G, m, most):
+            n = part[0].shape[0]
+            if n > room:
+                batches.append(Batch([], [], [], []))
+                room = most
+            batches[-1].add(*part)
+            room -= n
+    return batches
 
 
-def _scatter_(tensors: Sequence[Tensor], part: Part, joined: Tensor) -> None:
-    """Write back what `_gather` copied."""
-    if len(part) > 1:
-        pieces = torch.split(joined, [piece.size for piece in part])
-        torch._foreach_copy_([piece.of(tensors) for piece in part], pieces)
+def _parts(W: Tensor, G: Tensor, m: Tensor, most: int) -> Iterable[tuple[Tensor, ...]]:
+    """W, G and m of one parameter in as few parts of at most `most` frames as there can be, of about equal size."""
+    n = W.shape[0]
+    if n <= most:  # the usual case of one parameter per head, without calls
+        return [(W, G, m)]
+    cuts = math.ceil(n / most)
+    sizes = [n * (cut + 1) // cuts - n * cut // cuts for cut in range(cuts)]
+    return zip(*(X.split_with_sizes(sizes) for X in (W, G, m)), strict=True)

@@ -89,13 +89,13 @@ def _fitted_plan(bound: float, eps: float) -> tuple[Polynomial, ...]:
 
 
 def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
-    """p(D) for symmetric D (n, r, r), in 0 to 4 products of r×r matrices (Paterson–Stockmeyer).
+    """p(D) for symmetric D (n, r, r), which is overwritten, in 0 to 4 products of r×r matrices (Paterson–Stockmeyer).
 
     Horner's scheme in Z^s, p = (c_0 + … ) + Z^s·((c_s + …) + Z^s·(…)), with s = 2 up to degree 4 and 3 above.
     The innermost block holds s + 1 terms.
     """
     center, halfwidth, c = polynomial
-    Z = D / halfwidth
+    Z = D.div_(halfwidth)
     _diagonal(Z).sub_(center / halfwidth)
     degree = len(c) - 1
     if degree == 2:  # the usual case, in one call

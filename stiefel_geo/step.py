@@ -28,7 +28,7 @@ from .retraction import factors
 
 # A tangent part below NOISE·eps·‖G‖ is the rounding error of the projection, not a direction.
 NOISE = 16.0
-# Frobenius norms within these bounds have float32 squares that neither overflow nor underflow.
+# Frobenius norms within these bounds are ordinary: their float32 squares neither overflow nor underflow.
 SAFE_NORMS = (1e-16, 1e16)
 # Below it 1/unit would overflow float32: denormal entries are measured in this unit.
 SMALLEST_UNIT = 2.0**-126
@@ -45,6 +45,13 @@ class Batch(NamedTuple):
     G: list[Tensor]  # read only
     m: list[Tensor]
     sizes: list[int]  # n_i
+
+    def add(self, W: Tensor, G: Tensor, m: Tensor) -> None:
+        """Append a part."""
+        self.W.append(W)
+        self.G.append(G)
+        self.m.append(m)
+        self.sizes.append(W.shape[0])
 
     @property
     def n(self) -> int:
@@ -79,12 +86,11 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
 
     A frame whose gradient is not finite stays as it was, state included, and is counted.
     """
-    _, d, r = batches[0].W[0].shape
-    workspace = batches[0].W[0].new_empty(max(batch.n for batch in batches), d, r)
+    n, (_, d, r) = max(batch.n for batch in batches), batches[0].W[0].shape
+    workspace = batches[0].W[0].new_empty(n, d, r)  # one for all batches, so that it stays in the caches
     eps, largest = torch.finfo(workspace.dtype).eps, torch.finfo(workspace.dtype).max
-    sizes = [advance_momentum_(batch, settings.beta1, workspace[: batch.n]) for batch in batches]
-    g_sq, G_sq = squares(torch.cat(sizes, dim=1), settings.beta1, eps)
-    m_sq = norms([m for batch in batches for m in batch.m]).square_()
+    sizes = advance_momenta_(batches, settings.beta1, workspace)
+    g_sq, G_sq, m_sq = squares(sizes, settings.beta1, eps)
 
     floor_sq = (NOISE * eps) ** 2 * G_sq
     finite = advance_second_moment_(scalars, torch.where(g_sq <= floor_sq, 0.0, g_sq) / (d * r), settings)
@@ -100,46 +106,53 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
         move_(batch, part, bound, workspace[: batch.n], all_move=all_move)
 
 
-def advance_momentum_(batch: Batch, beta1: float, U: Tensor) -> Tensor:
-    """m ← P_W(β₁ m + (1−β₁) g) in place, with U as workspace; returns the norms that `squares` takes, (3, n).
+def advance_momenta_(batches: Sequence[Batch], beta1: float, workspace: Tensor) -> Tensor:
+    """`advance_momentum_` of all batches; the norms (4, N) in float64."""
+    n, _, r = workspace.shape
+    grams = workspace.new_empty(4, n, r, r)
+    sizes = [advance_momentum_(batch, beta1, workspace[: batch.n], grams[:, : batch.n]) for batch in batches]
+    return torch.cat(sizes, dim=1).double()
+
+
+def advance_momentum_(batch: Batch, beta1: float, U: Tensor, grams: Tensor) -> Tensor:
+    """m ← P_W(β₁ m + (1−β₁) g) in place, U and grams (4, n, r, r) as workspace; what `squares` takes, (4, n).
 
     P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
     product with W serves the gradient and the transport.
     """
-    n, theta = batch.n, beta1 / (1 - beta1)
-    products = U.new_empty(2, n, U.shape[2], U.shape[2])
-    for W, G, m, WtG, Wtm in zip(batch.W, batch.G, batch.m, *map(batch.split, products), strict=True):
+    products, AB = grams[:2], grams[2:]
+    A, B = products.unbind()
+    for W, G, m, WtG, Wtm in zip(batch.W, batch.G, batch.m, batch.split(A), batch.split(B), strict=True):
         torch.bmm(W.mT, G, out=WtG)
         torch.bmm(W.mT, m, out=Wtm)
-    AB = products + products.mT  # twice the symmetric parts
-    S = torch.add(AB[0], AB[1], alpha=theta, out=products[0])
+    torch.add(products, products.mT, out=AB)  # twice the symmetric parts
+    S = torch.add(AB[0], AB[1], alpha=beta1 / (1 - beta1), out=A)
     parts = batch.split(U)
     for W, G, SW, UW in zip(batch.W, batch.G, batch.split(S), parts, strict=True):
         torch.baddbmm(G, W, SW, alpha=-0.5, out=UW)
-    sizes = norms([AB.flatten(0, 1), U], exact=n).view(3, n)
-    finite = torch.isfinite(sizes[2])
-    if _reads_are_free(U) and bool(finite.all()):
+    sizes, ordinary = norms(AB.flatten(0, 1), U)
+    if ordinary:
         torch._foreach_lerp_(batch.m, parts, 1 - beta1)
     else:
-        U.masked_fill_(~finite[:, None, None], 0)
-        weight = finite.to(U.dtype)[:, None, None] * (1 - beta1)
-        torch._foreach_lerp_(batch.m, parts, batch.split(weight))
-    return sizes
+        finite = torch.isfinite(sizes[-batch.n :, None, None])
+        U.masked_fill_(~finite, 0)
+        torch._foreach_lerp_(batch.m, parts, batch.split(finite.to(U.dtype) * (1 - beta1)))
+    return torch.cat([sizes, norms(*batch.m)[0]]).view(4, batch.n)
 
 
-def squares(sizes: Tensor, beta1: float, eps: float) -> tuple[Tensor, Tensor]:
-    """‖g‖² and ‖G‖² (n,) from the norms (3, n) of 2·sym(WᵀG), 2·sym(Wᵀm) and U.
+def squares(sizes: Tensor, beta1: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """‖g‖², ‖G‖² and ‖m‖² (n,) from the norms (4, n) of 2·sym(WᵀG), 2·sym(Wᵀm), U and the new m.
 
     The tangent g and the normal θ·W·sym(Wᵀm) are orthogonal, so Pythagoras gives ‖g‖² from ‖U‖², and ‖G‖² from
     ‖g‖². The subtraction loses nothing that v could see: sym(Wᵀm) is of the order of the last step times m, and
     v remembers the gradients that m is made of.
     """
-    normal, transport, tangent = sizes.square()
+    normal, transport, tangent, m_sq = sizes.square()
     transport = (beta1 / (1 - beta1) / 2) ** 2 * transport
     g_sq = tangent - transport
     # After momentum a zero gradient leaves the rounding error of the difference, which v without memory would believe.
     g_sq = torch.where(g_sq <= NOISE * eps * transport, 0.0, g_sq)
-    return g_sq, torch.add(g_sq, normal, alpha=0.25)
+    return g_sq, torch.add(g_sq, normal, alpha=0.25), m_sq
 
 
 def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, settings: Settings) -> Tensor:
@@ -199,19 +212,20 @@ def _reads_are_free(X: Tensor) -> bool:
     return X.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def norms(stacks: Sequence[Tensor], exact: int = 0) -> Tensor:
-    """Frobenius norms of all matrices in stacks (·, ·, ·), one vector in float64, for entries up to 1e37.
+def norms(*stacks: Tensor) -> tuple[Tensor, bool]:
+    """Frobenius norms of all matrices in stacks (·, ·, ·), one vector, and whether all are known to be ordinary.
 
-    They are right to rounding even where squares underflow; with `exact`, the last so many are, and the others
-    beside them.
+    For entries up to 1e37 they are right to rounding, even where float32 squares would overflow or underflow.
+    Ordinary norms are finite and not near 0; nothing is known where reading is not free.
     """
-    if stacks[0].dtype == torch.float64 or not _reads_are_free(stacks[0]):
-        return torch.cat([torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in stacks])
+    if not _reads_are_free(stacks[0]):
+        return torch.cat([torch.linalg.vector_norm(X, dim=(1, 2), dtype=torch.float64) for X in stacks]), False
     sizes = torch.cat([torch.linalg.vector_norm(X, dim=(1, 2)) for X in stacks])
     smallest, largest = SAFE_NORMS
-    if float(sizes[-exact:].min()) > smallest and float(sizes.max()) < largest:
-        return sizes.double()
-    return torch.cat([_scaled_norms(X) for X in stacks])
+    low, high = sizes.aminmax()
+    if float(low) > smallest and float(high) < largest:
+        return sizes, True
+    return torch.cat([_scaled_norms(X) for X in stacks]), False
 
 
 def _scaled_norms(X: Tensor) -> Tensor:
