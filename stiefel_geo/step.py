@@ -30,8 +30,8 @@ from .retraction import factors
 NOISE = 16.0
 # Frobenius norms within these bounds are ordinary: their float32 squares neither overflow nor underflow.
 SAFE_NORMS = (1e-16, 1e16)
-# Below it 1/unit would overflow float32: denormal entries are measured in this unit.
-SMALLEST_UNIT = 2.0**-126
+# Below it 1/unit would overflow float32: denormal entries are measured in this unit, and so is 0.
+SMALLEST_UNIT = torch.finfo(torch.float32).tiny
 
 
 class Batch(NamedTuple):
@@ -233,7 +233,6 @@ def _scaled_norms(X: Tensor) -> Tensor:
     flat = X.flatten(1)
     peak = torch.maximum(flat.amax(1), -flat.amin(1)).double()
     unit = torch.exp2(torch.floor(torch.log2(peak))).clamp(min=SMALLEST_UNIT)
-    unit = torch.where((peak > 0) & torch.isfinite(peak), unit, 1.0)
     size: Tensor = torch.linalg.vector_norm(flat * (1 / unit).to(X.dtype)[:, None], dim=1)
     return size.double() * unit
 
