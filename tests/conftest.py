@@ -1,4 +1,4 @@
-"""Which tests a run leaves out, each with its reason."""
+"""Which tests a run leaves out, each with its reason, and which come first."""
 
 import os
 
@@ -7,7 +7,11 @@ import torch
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `slow` tests unless -m names them or RUN_SLOW=1 is set, and `cuda` tests where torch sees no device."""
+    """Skip `slow` tests unless -m names them or RUN_SLOW=1 is set, and `cuda` tests where torch sees no device.
+
+    Tests that fork come first: a child of a process in which torch.compile has started autograd's threads cannot train.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("forks") is None)
     wanted = "slow" in config.option.markexpr or os.environ.get("RUN_SLOW") == "1"
     for item in items:
         if not wanted and item.get_closest_marker("slow"):

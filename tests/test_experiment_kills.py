@@ -9,6 +9,8 @@ import torch
 from evidence_scripts import cifar10_patches, grokking, harness
 from kills import FORK, killed_after, seconds_of
 
+pytestmark = pytest.mark.forks
+
 KILLS = int(os.environ.get("KILLS", "10"))
 NOT_COMPUTED = {"seconds", "versions", "commit", "dirty"}
 SCRIPTS = {

@@ -13,6 +13,8 @@ from image_folders import write_images
 from kills import FORK, killed_after, seconds_of
 from test_finetune import digest, figures, run
 
+pytestmark = pytest.mark.forks
+
 KILLS = int(os.environ.get("KILLS", "30"))
 OPTIONS = ("--arm", "stiefel", "--epochs", 3)
 
