@@ -14,7 +14,7 @@ from .step import Batch, Scalars, Settings, update_
 # Bytes of W in a batch: on a CPU what the caches hold, and a share of all frames, since a batch needs memory of its
 # own, about twice as much; on an accelerator enough to keep it busy.
 CPU_BATCH_BYTES = (512 << 10, 5 << 20)
-CPU_BATCH_SHARE = 12
+CPU_BATCH_SHARE = 6
 DEVICE_BATCH_BYTES = 1 << 30
 # On a CPU only parameters up to this size are joined by a copy: for larger ones it costs more than calls do.
 CPU_JOIN_BYTES = 64 << 10
