@@ -107,7 +107,7 @@ def update_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> N
 
 
 def advance_momenta_(batches: Sequence[Batch], beta1: float, workspace: Tensor) -> Tensor:
-    """`advance_momentum_` of all batches; the norms (4, N) in float64."""
+    """`advance_momentum_` of all batches; the norms (4, N) in float64. Its r×r workspace is gone before they move."""
     n, _, r = workspace.shape
     grams = workspace.new_empty(4, n, r, r)
     sizes = [advance_momentum_(batch, beta1, workspace[: batch.n], grams[:, : batch.n]) for batch in batches]
@@ -225,6 +225,8 @@ def norms(*stacks: Tensor) -> tuple[Tensor, bool]:
     low, high = sizes.aminmax()
     if float(low) > smallest and float(high) < largest:
         return sizes, True
+    if sizes.dtype == torch.float64:  # as far as the squares that v is made of
+        return sizes, False
     return torch.cat([_scaled_norms(X) for X in stacks]), False
 
 

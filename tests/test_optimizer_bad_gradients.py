@@ -50,6 +50,22 @@ def test_neighbours_of_a_bad_frame_step_as_if_it_were_not_there(bad):
     assert_same([p.detach()[[0, 2]]], [q.detach()[[0, 2]]])
 
 
+def test_frame_whose_squares_overflow_float64_rests_with_its_momentum_and_the_others_step_on():
+    p, q = frame(3, 12, 4), frame(3, 12, 4)
+    one, other = optimizer_of([p]), optimizer_of([q])
+    for t in range(3):
+        give_gradients([p], t)
+        give_gradients([q], t)
+        if t == 2:
+            before, momentum = p.detach()[1].clone(), one.state[p]["exp_avg"][1].clone()
+            p.grad[1] *= 1e160
+        one.step()
+        other.step()
+    assert torch.equal(p[1], before)
+    assert torch.equal(one.state[p]["exp_avg"][1], momentum)
+    assert_same([p.detach()[[0, 2]]], [q.detach()[[0, 2]]])
+
+
 def test_bad_frame_goes_on_afterwards_as_if_that_step_had_not_been():
     p, q = frame(12, 4), frame(12, 4)
     one, other = optimizer_of([p]), optimizer_of([q])
