@@ -4,8 +4,8 @@
 
 Everything runs in one process, interleaved, on the same gradients, which are drawn anew now and then as in training:
 each repeat times every optimizer once, so that a busy machine slows all of them. Figures are medians with (min–max)
-of CPU time; --wall prints wall time. The benchmark refuses to run when the step differs from the literal float64 twin
-in tests/reference.py.
+of CPU time; --wall prints wall time. The benchmark refuses to run when the step differs from the literal float64 one
+of stiefel_geo.optim.literal.
 """
 
 import argparse
@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import benchmark_arms
-import benchmark_profile
 import matplotlib
 import torch
-from benchmark_training import training_steps
+from benchmarking import arms, profiling
+from benchmarking.training import training_steps
 from torch import Tensor
 
 from stiefel_geo import stiefel
@@ -93,14 +92,14 @@ def layers_of(model: str, device: str, *, layers: int | None = None, per_head: b
 def compare(frames: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
     """Every optimizer and the floor on the same frames and gradients, interleaved."""
     grads = [[1e-3 * torch.randn_like(W) for W in frames] for _ in range(GRADIENTS)]
-    optimizers = {name: arm(frames, grads[0]) for name, arm in benchmark_arms.arms().items()}
+    optimizers = {name: arm(frames, grads[0]) for name, arm in arms.arms().items()}
     steps: dict[str, Callable[[], Any]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     if frames[0].ndim == 3:
-        steps |= benchmark_profile.floor_of(frames, grads[0])
+        steps |= profiling.floor_of(frames, grads[0])
 
     def new_gradients(name: str, repeat: int) -> None:
         if name in optimizers:
-            benchmark_arms.give(optimizers[name], grads[repeat % GRADIENTS])
+            arms.give(optimizers[name], grads[repeat % GRADIENTS])
 
     timings = interleaved(steps, args.repeats, args.device, new_gradients)
     clock = "wall" if args.wall or args.device == "cuda" else "cpu"
@@ -108,8 +107,8 @@ def compare(frames: list[Tensor], args: argparse.Namespace) -> dict[str, Any]:
     for name, times in timings.items():
         row: dict[str, Any] = {"ms": median(times[clock]), "range": [min(times[clock]), max(times[clock])], **times}
         if name in optimizers:
-            row["defect"] = benchmark_arms.largest_defect(optimizers[name])
-            row["state_bytes"] = benchmark_arms.state_bytes(optimizers[name])
+            row["defect"] = arms.largest_defect(optimizers[name])
+            row["state_bytes"] = arms.state_bytes(optimizers[name])
         rows[name] = row
     return {"clock": clock, "rows": rows}
 
@@ -136,7 +135,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     shares = {}
     for model in args.models:
         frames = layers_of(model, args.device)
-        optimizer = benchmark_arms.ours(frames, frames)
+        optimizer = arms.ours(frames, frames)
         optimizer.step()
         shares[model] = transient_bytes(optimizer.step, args.device) / sum(4 * W.numel() for W in frames)
     return shares
@@ -147,9 +146,9 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for model in args.models:
         frames = layers_of(model, args.device)
-        optimizer = benchmark_arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames])
+        optimizer = arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames])
         total = median(interleaved({"ours": optimizer.step}, args.repeats, args.device)["ours"]["cpu"])
-        found[model] = benchmark_profile.shares(optimizer.step, frames, args.repeats, total)
+        found[model] = profiling.shares(optimizer.step, frames, args.repeats, total)
     return found
 
 
@@ -158,7 +157,7 @@ def growth(args: argparse.Namespace) -> dict[str, float]:
     steps = {}
     for layers in (6, 12, 24):
         frames = layers_of("S", args.device, layers=layers)
-        steps[str(layers)] = benchmark_arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames]).step
+        steps[str(layers)] = arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames]).step
     timings = interleaved(steps, args.repeats, args.device)
     clock = "wall" if args.device == "cuda" else "cpu"
     return {layers: median(times[clock]) / int(layers) for layers, times in timings.items()}
@@ -200,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.models, args.repeats, VITS["Ti"] = ["Ti"], 1, (96, 2, 1)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    distance = benchmark_arms.distance_to_twin()
+    distance = arms.distance_to_twin()
     if distance > TWIN_TOLERANCE:
         print(f"the step differs from its literal twin by {distance:.1e}; nothing is timed", file=sys.stderr)
         return 1
@@ -219,7 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[section] = measure(args)
             print(f"\n{section}: {json.dumps(results[section])}")
     if args.json:
-        args.json.write_text(json.dumps({"args": vars(args), "results": results}, default=str, indent=1) + "\n")
+        settings = {key: value for key, value in vars(args).items() if key not in ("json", "plot")}  # paths say nothing
+        args.json.write_text(json.dumps({"args": settings, "results": results}, indent=1) + "\n")
     if args.plot:
         plot(results, args.plot)
     return 0

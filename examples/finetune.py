@@ -21,18 +21,19 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from atomic_files import fill, write_atomically
-from bad_input import BadInput
-from data_workers import death_of_worker, first_cause
-from image_data import Prepared, load_images, prepare, shuffled
-from process_group import first_writes, parallel, process_group
-from run_record import closing_table, draw_curves, log_scalars, write_metrics
-from starting_model import SMALL, input_size, largest_gap, starting_model
-from stored_run import load, save, stored_states
+from finetuning.atomic_files import fill, write_atomically
+from finetuning.bad_input import BadInput
+from finetuning.batches import Prepared, loading, moved, prepare, shuffled
+from finetuning.image_data import load_images
+from finetuning.process_group import first_writes, parallel, process_group
+from finetuning.run_record import closing_table, draw_curves, log_scalars, verdict, write_metrics
+from finetuning.starting_model import SMALL, input_size, largest_gap, starting_model
+from finetuning.stored_run import load, save, stored_states
+from finetuning.training import Arm, build_optimizer, evaluate, train_epoch
+from finetuning.worker_errors import death_of_worker, first_cause
 from timm.scheduler import CosineLRScheduler
 from torch import nn
 from torch.utils.data import DataLoader
-from training import Arm, build_optimizer, evaluate, train_epoch
 
 import stiefel_geo
 
@@ -54,7 +55,7 @@ def positive(kind: type) -> Any:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options, in the order of README's table."""
+    """The options, in the order in which they are added."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = result.add_argument
     add("--data", default="digits", help="digits, cifar10, or a folder that holds train and test (folders or tars)")
@@ -66,9 +67,10 @@ def parser() -> argparse.ArgumentParser:
     add("--img-size", type=positive(int), help="side of the images in pixels (default: the model's own)")
     add("--arm", choices=ARMS, default="both", help="both: same start, same data order, one after the other")
     add("--core", choices=("learn", "freeze", "identity"), default="learn", help="see stiefel_geo.patch")
-    add("--epochs", type=positive(int), default=6)
-    add("--batch-size", type=positive(int), default=64)
+    add("--epochs", type=positive(int), default=3)
+    add("--batch-size", type=positive(int), default=32)
     add("--lr", type=positive(float), default=1e-3, help="peak; one unit for both arms")
+    add("--frame-lr-scale", type=positive(float), default=1.0, help="lr of frames over that of the rest")
     add("--weight-decay", type=float, default=0.05)
     add("--warmup-epochs", type=float, default=0.5, help="linear warm-up, then a cosine to zero")
     add("--amp", choices=HALF, default="off", help="autocast")
@@ -76,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--limit-train", type=positive(int), help="use this many training images")
     add("--limit-test", type=positive(int), help="use this many test images")
-    add("--workers", type=int, default=0, help="processes that decode images")
+    add("--workers", type=int, help="processes that load images (default: up to 8 on CUDA, none on a CPU)")
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("runs/finetune"))
     add("--tensorboard", action="store_true", help="the scalars of metrics.jsonl to TensorBoard too")
@@ -92,7 +94,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
         args.epochs, args.limit_train, args.limit_test, args.batch_size = 2, 128, 64, 32
     for name in ("weight_decay", "warmup_epochs", "workers"):
         value = getattr(args, name)
-        if not 0 <= value < float("inf"):
+        if value is not None and not 0 <= value < float("inf"):
             raise BadInput(f"--{name.replace('_', '-')} must be 0 or above, got {value}; give such a number")
     if args.warmup_epochs > args.epochs:
         raise BadInput(f"--warmup-epochs must not exceed --epochs: {args.warmup_epochs} > {args.epochs}; lower it")
@@ -116,7 +118,7 @@ def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int)
             print(stiefel_geo.patch(model, core=args.core))
         except ValueError as error:
             raise BadInput(f"--arm stiefel needs a model that can be patched: {args.model}: {error}") from error
-    optimizer = build_optimizer(name, model, args.lr, args.weight_decay)
+    optimizer = build_optimizer(name, model, args.lr, args.weight_decay, args.frame_lr_scale)
     scheduler = CosineLRScheduler(
         optimizer, t_initial=args.epochs * steps, warmup_t=round(args.warmup_epochs * steps),
         warmup_lr_init=args.lr / 100, t_in_epochs=False,
@@ -130,33 +132,34 @@ def start_arm(name: str, start: nn.Module, args: argparse.Namespace, steps: int)
     )  # fmt: skip
 
 
+@torch.no_grad()
 def report_start(start: nn.Module, arm: Arm, test: Prepared) -> None:
-    """Print how far the patch moved the outputs of the starting model."""
-    images = torch.stack([test[i][0] for i in range(min(16, len(test)))])
-    with torch.no_grad():
-        plain = start.eval()(images)
-        patched = arm.model.eval()(images.to(arm.device)).cpu()
-    print(f"start: logits differ from the unpatched model's by {largest_gap(plain, patched):.1e}", flush=True)
+    """Print how far the patch moved the outputs of the starting model, both computed on the arm's device."""
+    batch = next(iter(DataLoader(test, min(16, len(test)))))
+    images, _ = moved(batch, arm.device)
+    plain = copy.deepcopy(start).to(arm.device).eval()(images)
+    gap = largest_gap(plain, arm.model.eval()(images))
+    print(f"start: logits differ from the unpatched model's by {gap:.1e}", flush=True)
 
 
 def run_arm(arm: Arm, train: Prepared, test: Prepared, args: argparse.Namespace, others: list[Any]) -> None:
     """Train the epochs that are left; after each, everything on disk is whole and up to date."""
-    folder = args.out / arm.name
+    folder, load_by = args.out / arm.name, loading(args.device, args.workers)
     folder.mkdir(parents=True, exist_ok=True)
     for epoch in range(len(arm.rows), args.epochs):
         if not arm.rows:
             save(arm, args)
-        batches = shuffled(train, args.batch_size, args.seed, epoch, args.workers)
-        row = train_epoch(arm, batches, len(batches), f"{arm.name} {epoch + 1}/{args.epochs}")
-        loss, accuracy = evaluate(arm, DataLoader(test, 2 * args.batch_size, num_workers=args.workers))
+        title = f"{arm.name} epoch {epoch + 1}/{args.epochs}"
+        row = train_epoch(arm, shuffled(train, args.batch_size, args.seed, epoch, load_by), title)
+        loss, accuracy = evaluate(arm, DataLoader(test, 2 * args.batch_size, **load_by))
+        scores = f"train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}, {row['seconds']:.0f} s"
         row["seconds"] += arm.rows[-1]["seconds"] if arm.rows else 0.0
         arm.rows.append({**row, "test_loss": loss, "test_accuracy": accuracy})
         save(arm, args)
         write_metrics([*others, *arm.rows], args.out / "metrics.jsonl")
         if args.tensorboard:
             log_scalars(arm.rows[-1], args.out / "tensorboard" / arm.name)
-        scores = f"train loss {row['train_loss']:.4f}, test accuracy {accuracy:.4f}"
-        print(f"{arm.name} epoch {epoch + 1}: {scores}", flush=True)
+        print(f"{title}: {scores}", flush=True)
     plain = stiefel_geo.plain_state_dict(arm.model) if arm.name == "stiefel" else arm.model.state_dict()
     weights = {key: value.detach().cpu().contiguous() for key, value in plain.items()}
     write_atomically(folder / "model.safetensors", lambda part: fill(part, safetensors.torch.save(weights)))
@@ -184,7 +187,10 @@ def train_arms(args: argparse.Namespace, stored: dict[str, dict[str, Any]]) -> N
     start = starting_model(args.model, images.classes, args.img_size, args.checkpoint, args.pretrained)
     size = input_size(start, args.img_size)
     train, test = prepare(images, start, size, (args.limit_train, args.limit_test))
-    steps = len(shuffled(train, args.batch_size, args.seed, 0, 0))
+    print(
+        f"{args.model} on {args.data}: {len(train)} images to train on, {len(test)} to test, {args.device}", flush=True
+    )
+    steps = len(shuffled(train, args.batch_size, args.seed, 0, {}))
     check_stored(stored, start, args, steps)
     rows = [row for name, state in stored.items() if name not in ARMS[args.arm] for row in state["rows"]]
     frames: dict[str, int] = {}
@@ -200,6 +206,7 @@ def train_arms(args: argparse.Namespace, stored: dict[str, dict[str, Any]]) -> N
     write_metrics(rows, args.out / "metrics.jsonl")
     draw_curves(rows, args.out / "curves.png")
     print(closing_table(rows, frames))
+    print(verdict(rows, list(frames), len(test)))
     print(f"curves, metrics and plain timm weights are in {args.out}")
 
 

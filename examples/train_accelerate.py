@@ -6,12 +6,11 @@ python examples/train_accelerate.py           # needs: pip install stiefel-geo[e
 import argparse
 from collections.abc import Sequence
 
+import timm
 import torch
 from accelerate import Accelerator
-from image_data import load_images, prepare
-from starting_model import SMALL, input_size, starting_model
+from loaders import digits
 from torch import nn
-from torch.utils.data import DataLoader
 
 import stiefel_geo
 from stiefel_geo import diagnostics
@@ -24,14 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="two epochs on 128 images")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    images = load_images("digits", None, download=False)
-    model = starting_model(SMALL, images.classes, None, None, pretrained=False)
-    train, _ = prepare(images, model, input_size(model, None), (128 if args.smoke else None, None))
+    # by itself accelerate chooses MPS where there is one, which has no float64
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
+    train, _ = digits(32, 128 if args.smoke else None)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, num_classes=10)
 
     accelerator.print(stiefel_geo.patch(model))
     optimizer = stiefel_geo.ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.05), lr=args.lr)
-    wrapped, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(train, 32, shuffle=True))
+    wrapped, optimizer, batches = accelerator.prepare(model, optimizer, train)
     for epoch in range(2 if args.smoke else args.epochs):
         wrapped.train()
         for pixels, labels in batches:

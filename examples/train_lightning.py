@@ -7,13 +7,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import timm
 import torch
-from image_data import load_images, prepare
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from starting_model import SMALL, input_size, starting_model
+from loaders import digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import stiefel_geo
 from stiefel_geo import diagnostics
@@ -47,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="two epochs on 128 images")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    images = load_images("digits", None, download=False)
-    model = starting_model(SMALL, images.classes, None, None, pretrained=False)
-    train, _ = prepare(images, model, input_size(model, None), (128 if args.smoke else None, None))
+    train, _ = digits(32, 128 if args.smoke else None)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, num_classes=10)
     trainer = Trainer(
-        max_epochs=2 if args.smoke else args.epochs, accelerator="auto", devices=1, log_every_n_steps=1,
+        max_epochs=2 if args.smoke else args.epochs, devices=1, log_every_n_steps=1,
+        accelerator="cuda" if torch.cuda.is_available() else "cpu",  # "auto" would choose MPS, which has no float64
         default_root_dir=args.out, logger=CSVLogger(args.out, name="", version=""), enable_progress_bar=not args.smoke,
         callbacks=[FrameDiagnostics(every=2)],
     )  # fmt: skip
-    trainer.fit(Classifier(model, args.lr, 0.05), DataLoader(train, 32, shuffle=True))
+    trainer.fit(Classifier(model, args.lr, 0.05), train)
     worst = max(float(defects.max()) for defects in diagnostics.defect(model).values())
     print(
         f"loss {trainer.callback_metrics['train_loss']:.4f}, largest defect {worst:.1e}; metrics.csv is in {args.out}"

@@ -3,19 +3,16 @@
     python examples/train_timm.py                                            # a small ViT on handwritten digits
     python examples/train_timm.py --data DIR --model vit_small_patch16_224 --img-size 224 --pretrained
 
-Three lines differ from timm's script: the import that registers the optimizer, `stiefel_geo.patch(model)`, and
-`project_frames_(ema)` before the EMA copy is evaluated.
+Three lines differ from timm's script: `register_optimizer()`, `stiefel_geo.patch(model)`, and `project_frames_(ema)`.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import timm
 import torch
-from bad_input import BadInput
-from image_data import load_images, prepare, shuffled
-from starting_model import SMALL, input_size, starting_model
+from loaders import digits, folder
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from timm.models import load_checkpoint, resume_checkpoint
@@ -23,21 +20,20 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AverageMeter, CheckpointSaver, ModelEmaV3, NativeScaler, accuracy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import stiefel_geo
-import stiefel_geo.integrations.timm_optim  # registers "scalefreeradam"
-from stiefel_geo import stiefel
-from stiefel_geo.averaging import project_frames_
+from stiefel_geo import diagnostics, project_frames_
+from stiefel_geo.integrations.timm_optim import register_optimizer
 
+SMALL = {"model_name": "vit_tiny_patch16_224", "img_size": 32, "patch_size": 8, "depth": 4, "num_classes": 10}
 FLOATS = {"lr": 1e-3, "weight-decay": 0.05, "layer-decay": 0.9, "clip-grad": 1.0, "mixup": 0.2, "ema-decay": 0.99}
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--data", default="digits", help="digits, or a folder that holds train and test")
-    add("--model", default=SMALL, help="any timm model")
+    add("--data", type=Path, help="a folder that holds train and validation, one folder a class (default: digits)")
+    add("--model", help="any timm model, for --data (default: a ViT of four blocks, for the digits)")
     add("--pretrained", action="store_true", help="weights from the hub")
     add("--opt", default="scalefreeradam", help="any of timm's names; lookahead_scalefreeradam works too")
     add("--sched", default="cosine", help="any of timm's schedulers")
@@ -51,6 +47,10 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from last.pth.tar in --out")
     add("--smoke", action="store_true", help="two epochs on 128 images")
     args = parser.parse_args(argv)
+    if (args.data is None) != (args.model is None):
+        parser.error("--data and --model go together; give both, or neither for the digits")
+    if args.resume and not (args.out / "last.pth.tar").is_file():
+        parser.error(f"--resume needs a checkpoint: {args.out} holds no last.pth.tar; start without --resume")
     if args.smoke:
         args.epochs, args.batch_size = 2, 32
     return args
@@ -62,14 +62,18 @@ class Training:
     def __init__(self, args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
         self.args, self.device = args, torch.device(args.device)
-        images = load_images(args.data, None, download=False)
-        self.model = starting_model(args.model, images.classes, args.img_size, None, args.pretrained).to(self.device)
-        model = self.model
-        size = input_size(model, args.img_size)
-        self.train_data, test = prepare(images, model, size, (128, 64) if args.smoke else (None, None))
-        self.test = DataLoader(test, 2 * args.batch_size)
+        if args.data is None:
+            self.model = timm.create_model(**SMALL)
+            self.train, self.test = digits(args.batch_size, 128 if args.smoke else None)
+        else:
+            size = {} if args.img_size is None else {"img_size": args.img_size}
+            classes = sum(path.is_dir() for path in (args.data / "train").iterdir())
+            self.model = timm.create_model(args.model, pretrained=args.pretrained, num_classes=classes, **size)
+            self.train, self.test = folder(args.data, self.model, args.img_size, args.batch_size, args.device)
+        model = self.model.to(self.device)
         print(stiefel_geo.patch(model))
         decays = {"weight_decay": args.weight_decay, "layer_decay": args.layer_decay}
+        register_optimizer()
         self.optimizer = create_optimizer_v2(model, opt=args.opt, lr=args.lr, **decays)
         epochs = {"num_epochs": args.epochs, "warmup_epochs": min(args.warmup_epochs, args.epochs - 1)}
         self.scheduler, _ = create_scheduler_v2(self.optimizer, sched=args.sched, **epochs)
@@ -77,7 +81,7 @@ class Training:
         self.scaler = NativeScaler(args.device) if args.amp == "float16" else None
         dtype = torch.float16 if args.amp == "float16" else torch.bfloat16
         self.autocast = torch.autocast(self.device.type, dtype, enabled=args.amp is not None)
-        self.mixup = Mixup(args.mixup, label_smoothing=0.1, num_classes=images.classes)
+        self.mixup = Mixup(args.mixup, label_smoothing=0.1, num_classes=model.num_classes)
         self.loss = SoftTargetCrossEntropy()
         args.out.mkdir(parents=True, exist_ok=True)
         folders = {"checkpoint_dir": str(args.out), "recovery_dir": str(args.out)}
@@ -85,19 +89,17 @@ class Training:
 
     def resume(self) -> int:
         """The epoch to go on with, after model, optimizer, scaler and EMA copy were loaded."""
-        last = self.args.out / "last.pth.tar"
-        if not last.is_file():
-            raise BadInput(f"--resume needs a checkpoint: {last} is not there; start the run without --resume")
-        epoch = resume_checkpoint(self.model, str(last), self.optimizer, self.scaler)
-        load_checkpoint(self.ema.module, str(last), use_ema=True)
+        last = str(self.args.out / "last.pth.tar")
+        epoch = resume_checkpoint(self.model, last, self.optimizer, self.scaler)
+        load_checkpoint(self.ema.module, last, use_ema=True)
         self.scheduler.step(epoch)
         return int(epoch or 0)
 
-    def epoch(self, number: int) -> float:
+    def epoch(self) -> float:
         """One epoch; returns the mean loss."""
         self.model.train()
         meter = AverageMeter()
-        for images, labels in shuffled(self.train_data, self.args.batch_size, self.args.seed, number, 0):
+        for images, labels in self.train:
             images, targets = self.mixup(images.to(self.device), labels.to(self.device))
             with self.autocast:
                 loss = self.loss(self.model(images).float(), targets)
@@ -129,19 +131,15 @@ class Training:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = options(argv)
-    try:
-        run = Training(args)
-        for epoch in range(run.resume() if args.resume else 0, args.epochs):
-            loss = run.epoch(epoch)
-            run.scheduler.step(epoch + 1, loss)
-            project_frames_(run.ema)
-            top1 = run.evaluate(run.ema)
-            run.saver.save_checkpoint(epoch, top1)
-            worst = max(float(stiefel.defect(frame).max()) for _, frame in stiefel_geo.frames(run.model))
-            print(f"epoch {epoch + 1}: loss {loss:.4f}, EMA top-1 {top1:.2f} %, largest defect {worst:.1e}")
-    except BadInput as error:
-        print(f"train_timm: {error}", file=sys.stderr)
-        return 2
+    run = Training(args)
+    for epoch in range(run.resume() if args.resume else 0, args.epochs):
+        loss = run.epoch()
+        run.scheduler.step(epoch + 1, loss)
+        project_frames_(run.ema)
+        top1 = run.evaluate(run.ema)
+        run.saver.save_checkpoint(epoch, top1)
+        worst = max(float(defects.max()) for defects in diagnostics.defect(run.model).values())
+        print(f"epoch {epoch + 1}: loss {loss:.4f}, EMA top-1 {top1:.2f} %, largest defect {worst:.1e}")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""`python -m stiefel_geo.integrations.coverage`: which of timm's architectures `patch` covers.
+"""`python -m stiefel_geo.integrations.coverage`: which models of timm, or of transformers, `patch` covers.
 
-Every architecture is built on the meta device and patched there, so nothing is downloaded and nothing computed.
+Every model is built on the meta device and patched there, so nothing is downloaded and nothing computed.
 """
 
 import argparse
@@ -12,20 +12,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import timm
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import stiefel_geo
-from stiefel_geo.layouts import find
-from stiefel_geo.report import PatchReport, Skipped
+from stiefel_geo.attention.layouts import find
+from stiefel_geo.attention.report import PatchReport, Skipped
 
-STATUSES = ("wholly", "in part", "not at all", "without attention")
+STATUSES = ("wholly", "in part", "not at all", "not built", "without attention")
 
 
 @dataclass
 class Coverage:
-    """One architecture: modules patched by class, and modules skipped by class and reason."""
+    """One model: modules patched by class, and modules skipped by class and reason."""
 
     name: str
     family: str
@@ -35,11 +38,47 @@ class Coverage:
     error: str = ""
 
 
-def cover(name: str) -> Coverage:
+class Library(Protocol):
+    """A library's models by name."""
+
+    def names(self, pattern: str) -> list[str]: ...
+
+    def build(self, name: str) -> nn.Module: ...
+
+
+class _Readable(TorchFunctionMode):
+    """Numbers on the meta device read as 0: older timm reads the drop rates of its blocks while it builds them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_meta:
+            return 0.0
+        return func(*args, **(kwargs or {}))
+
+
+class Timm:
+    def names(self, pattern: str) -> list[str]:
+        return fnmatch.filter(timm.list_models(), pattern)
+
+    def build(self, name: str) -> nn.Module:
+        with torch.device("meta"), _Readable():
+            return timm.create_model(name, pretrained=False)
+
+
+def _library(name: str) -> Library:
+    if name == "timm":
+        return Timm()
+    from . import transformers_models  # optional
+
+    return transformers_models
+
+
+def cover(name: str, library: Library = Timm()) -> Coverage:  # noqa: B008  # it has no state
     """Build `name` on the meta device and patch it."""
-    with torch.device("meta"):
-        model = timm.create_model(name, pretrained=False)
-    family = type(model).__module__.rpartition(".")[2]
+    try:
+        model = library.build(name)
+    except Exception as error:
+        return Coverage(name, name.partition(".")[0], "not built", error=f"{type(error).__name__}: {error}")
+    family = name.rpartition(".")[0] or type(model).__module__.rpartition(".")[2]
     holds_known = any((found := find(module)) and not found[1].skip for module in model.modules())
     try:
         report = stiefel_geo.patch(model)
@@ -67,41 +106,50 @@ def _skipped(entries: Iterable[Skipped]) -> dict[str, int]:
 
 
 def table(coverages: Sequence[Coverage]) -> str:
-    """Architectures by family and status, and every reason for what was left out."""
+    """Models by family and status, and every reason for what was left out."""
+    shown = STATUSES[:4] if any(c.status == "not built" for c in coverages) else STATUSES[:3]
     families = sorted({c.family for c in coverages if c.status != STATUSES[-1]})
-    lines = [f"{'family':<28}" + "".join(f"{status:>12}" for status in STATUSES[:3])]
-    for family in families:
-        counts = Counter(c.status for c in coverages if c.family == family)
-        lines.append(f"{family:<28}" + "".join(f"{counts[status]:>12}" for status in STATUSES[:3]))
-    counts = Counter(c.status for c in coverages)
-    lines.append(f"{'all':<28}" + "".join(f"{counts[status]:>12}" for status in STATUSES[:3]))
-    lines.append(f"{counts[STATUSES[-1]]} architectures have no attention with queries and keys")
+    rows = [(family, [c for c in coverages if c.family == family]) for family in families]
+    lines = [f"{'family':<28}" + "".join(f"{status:>12}" for status in shown)]
+    for family, members in [*rows, ("all", coverages)]:
+        counts = Counter(c.status for c in members)
+        lines.append(f"{family:<28}" + "".join(f"{counts[status]:>12}" for status in shown))
+    whole = sum(all(c.status in ("wholly", "without attention") for c in members) for _, members in rows)
+    lines.append(f"{whole} of {len(rows)} families wholly")
+    lines.append(f"{counts[STATUSES[-1]]} models have no attention with queries and keys")
     reasons = Counter(reason for c in coverages for reason in c.skipped)
-    lines += [f"left out in {count} architectures: {reason}" for reason, count in reasons.most_common()]
-    lines += [f"{c.name}: {c.error}" for c in coverages if c.error]
+    lines += [f"left out in {count} models: {reason}" for reason, count in reasons.most_common()]
+    lines += [f"{c.name}: {_first(c.error)}" for c in coverages if c.error]
     return "\n".join(lines)
 
 
+def _first(error: str) -> str:
+    """The start of a message that may list every module of a model."""
+    return error if len(error) < 240 else f"{error[:240].rstrip()} …"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; exit code 1 if an architecture is not covered wholly."""
+    """Print the table; exit code 1 if a model is not covered wholly."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", default="*", help="glob over architecture names, e.g. 'swin*'")
-    parser.add_argument("--json", type=Path, help="write every architecture's figures to this file")
+    parser.add_argument("--library", choices=("timm", "transformers"), default="timm")
+    parser.add_argument("--family", default="*", help="glob over architectures ('swin*') or model folders ('qwen*')")
+    parser.add_argument("--json", type=Path, help="write every model's figures to this file")
     options = parser.parse_args(argv)
-    names = fnmatch.filter(timm.list_models(), options.family)
+    library = _library(options.library)
+    names = library.names(options.family)
     if not names:
-        print(f"no architecture of timm {timm.__version__} matches {options.family!r}", file=sys.stderr)
+        print(f"no model of {options.library} matches {options.family!r}", file=sys.stderr)
         return 2
     coverages = []
     for done, name in enumerate(names, 1):
-        coverages.append(cover(name))
+        coverages.append(cover(name, library))
         gc.collect()  # meta models hold cycles
         if sys.stderr.isatty():
             print(f"\r{done}/{len(names)} {name:<60}", end="", file=sys.stderr)
     print(table(coverages))
     if options.json:
         options.json.write_text(json.dumps([asdict(coverage) for coverage in coverages], indent=1))
-    return int(any(coverage.status in ("in part", "not at all") for coverage in coverages))
+    return int(any(coverage.status in STATUSES[1:4] for coverage in coverages))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from stiefel_geo.checks import is_frame
+from stiefel_geo.optim.kinds import is_frame
 
 FLOAT32 = 4
-COUNTERS = 4 + 3 * 8  # bytes per frame: step, exp_avg_sq, skipped, capped
+SCALARS = 4 * 8  # bytes per frame: exp_avg_sq, step, skipped, capped
 GIB = 2**30
 
 
@@ -45,7 +45,7 @@ def estimate(model: nn.Module, ranks: int, *, gathered_bytes: int = FLOAT32) -> 
     parts = [(p, _part(p, ranks)) for p in model.parameters()]
     numel = sum(part for _, part in parts)
     state = sum(part * FLOAT32 * (1 if is_frame(p) else 2) for p, part in parts)
-    state += sum(math.ceil(len(p) / ranks) * COUNTERS for p, _ in parts if is_frame(p))
+    state += sum(math.ceil(len(p) / ranks) * SCALARS for p, _ in parts if is_frame(p))
     sent = (ranks - 1) * numel * (2 * gathered_bytes + FLOAT32)
     return Estimate(numel * FLOAT32, numel * FLOAT32, state, sent)
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from . import stiefel
-from .patching import frames
+from .attention.patching import frames
 from .sharding import local
 
 

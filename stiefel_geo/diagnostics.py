@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from . import stiefel
-from .carrying import plain_weights, plan_of
-from .layouts import LayoutError, find
-from .patching import frames, load_table
-from .projections import Plan, Projection
+from .attention.layouts import LayoutError, find
+from .attention.patching import frames
+from .attention.projections import Projection, projections_of
 from .sharding import local
 
 
@@ -66,15 +65,15 @@ def spectrum(model: nn.Module) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     for name, projection in _projections(model):
-        carried = projection.frame_rows
-        if carried is None:
-            values = [torch.linalg.svdvals(W.double()) for W in _heads(projection)]
-        elif not (cores := carried.named_cores()):
+        made_by = projection.frame_rows
+        if made_by is None:
+            values = [stiefel.singular_values(W.double()) for W in projection.heads()]
+        elif not (cores := made_by.named_cores()):
             values = [
-                torch.ones(len(F), F.shape[-1], device=F.device, dtype=torch.float64) for _, F in carried.named_frames()
+                torch.ones(len(F), F.shape[-1], device=F.device, dtype=torch.float64) for _, F in made_by.named_frames()
             ]
         else:
-            values = [_core_values(core.double()) for _, core in cores]
+            values = [torch.linalg.svdvals(stiefel.sym(core.double())) for _, core in cores]
         found |= dict(zip(_numbered(name, len(values)), values, strict=True))
     return found
 
@@ -83,9 +82,10 @@ def spectrum(model: nn.Module) -> dict[str, Tensor]:
 def gauge_drift(model: nn.Module, before: Snapshot) -> dict[str, Tensor]:
     """Share of each head's movement since `before` that lies along its gauge orbit, (heads,), from 0 to 1.
 
-    (W_Q A, W_K A⁻ᵀ) gives the same logits for every A ∈ GL(r): movement along the orbit is seen by no loss.
-    Only modules whose logits are plain q·k have this gauge, and only they are listed. Weights alone are
-    measured; biases, which move along, are not.
+    (W_Q A, W_K A⁻ᵀ) gives the same logits q·k for every A ∈ GL(r): movement along the orbit is seen by no loss.
+    Where something stands between the projection and the logits (a norm, a rotary embedding, pooling) the share is
+    that of the same directions, but there a loss does see them. Listed are the modules that pair every query head
+    with a key head of its own. Weights alone are measured; biases, which move along, are not.
     """
     drift = {}
     for name, (W_Q, W_K) in _pairs(model):
@@ -121,43 +121,28 @@ def _length(X: Tensor) -> Tensor:
     return length
 
 
-def _core_values(core: Tensor) -> Tensor:
-    """Singular values of a diagonal core (n, r) or of the symmetric part, which is what is used, of (n, r, r)."""
-    if core.dim() == 2:
-        return core.abs().sort(descending=True).values
-    values: Tensor = torch.linalg.svdvals(stiefel.sym(core))
-    return values
-
-
-def _plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Plan]]:
+def _attentions(model: nn.Module) -> Iterator[tuple[str, list[Projection]]]:
     """Every attention module whose query and key rows are known."""
-    load_table()
     for name, module in model.named_modules():
         if find(module) is not None:
             try:
-                yield name, module, plan_of(module)
+                yield name, projections_of(module)
             except LayoutError:
                 continue
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:
-    for prefix, _, plan in _plans(model):
-        for projection in plan.projections:
+    for prefix, projections in _attentions(model):
+        for projection in projections:
             yield f"{prefix}.{projection.key}".removeprefix("."), projection
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and matrices (n, d, r), one per head width of a projection."""
     for name, projection in _projections(model):
-        carried = projection.frame_rows
-        stacks = _heads(projection) if carried is None else [F for _, F in carried.named_frames()]
+        made_by = projection.frame_rows
+        stacks = projection.heads() if made_by is None else [F for _, F in made_by.named_frames()]
         yield from zip(_numbered(name, len(stacks)), stacks, strict=True)
-
-
-def _heads(projection: Projection) -> list[Tensor]:
-    """Head matrices (n, d, r) of a plain projection's weight."""
-    weight: Tensor = getattr(projection.owner, projection.tensor)
-    return projection.rows.split(weight.detach().flatten(1))[0]
 
 
 def _numbered(name: str, count: int) -> list[str]:
@@ -165,16 +150,15 @@ def _numbered(name: str, count: int) -> list[str]:
 
 
 def _pairs(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Attention modules with a gauge, and fresh copies of their W_Q, W_K (heads, d, r)."""
-    for name, _, plan in _plans(model):
-        if plan.plain:
-            yield name, (_role(plan, "q"), _role(plan, "k"))
+    """Attention modules that pair query and key heads, and fresh copies of their W_Q, W_K (heads, d, r)."""
+    for name, projections in _attentions(model):
+        W_Q, W_K = (_of_role(projections, role) for role in "qk")
+        if len({W.shape for W in (*W_Q, *W_K)}) == 1 and len(W_Q) == len(W_K):
+            yield name, (torch.stack(W_Q), torch.stack(W_K))
 
 
-def _role(plan: Plan, role: str) -> Tensor:
-    weights = plain_weights(plan)
-    parts = []
-    for projection in plan.projections:
-        (stack,), _ = projection.rows.split(weights[projection.path].flatten(1))
-        parts.append(stack[[i for i, other in enumerate(projection.roles) if other == role]])
-    return torch.cat(parts)
+def _of_role(projections: list[Projection], role: str) -> list[Tensor]:
+    """Matrices (d, r) of all heads of one role, in their order."""
+    heads = [(own, W) for p in projections for roles, Ws in zip(p.rows.roles, p.heads(), strict=True)
+             for own, W in zip(roles, Ws, strict=True)]  # fmt: skip
+    return [W for own, W in heads if own == role]

@@ -7,13 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .patching import cores, frames
-from .plain_keys import carriers_of, plain_key
+from .attention.patching import cores, frames
+from .layers import layer_numbers, plain_names
 
 KINDS = ("frames", "cores", "decayed", "undecayed")
 
 
-def param_groups(model: nn.Module, weight_decay: float, *, layer_decay: float | None = None) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, weight_decay: float, *, layer_decay: float | None = None, frame_lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
     """Groups for `ScaleFreeRiemannianAdam`, or for any torch optimizer on an unpatched model.
 
         optimizer = ScaleFreeRiemannianAdam(param_groups(model, 0.05), lr=1e-3)
@@ -24,12 +26,17 @@ def param_groups(model: nn.Module, weight_decay: float, *, layer_decay: float | 
     "decayed"    everything else: `weight_decay`
 
     With `layer_decay` each of these is split by layer, as timm groups layers (`group_matcher`), and a group has
-    `lr_scale` = layer_decay^(layers above it). timm's schedulers multiply by `lr_scale`; for any other loop call
+    `lr_scale` = layer_decay^(layers above it). `frame_lr_scale` multiplies the `lr_scale` of frames alone: the k of
+    docs/results.md, which says when it helps. timm's schedulers multiply by `lr_scale`; for any other loop call
     `scale_lr_(optimizer)` once. The optimizer refuses to step while neither has happened.
     Frozen parameters are in no group. A timm model inside a wrapper (DDP, torch.compile, LightningModule) is found.
+
+    Raises ValueError where `frame_lr_scale` is not a positive finite number.
     """
+    if not 0 < frame_lr_scale < float("inf"):
+        raise ValueError(f"frame_lr_scale must be above 0 and finite; got {frame_lr_scale}.")
     kinds = _kinds(model, weight_decay)
-    layers = None if layer_decay is None else _layers(model)
+    layers = None if layer_decay is None else layer_numbers(model)
     groups: dict[tuple[int, str], dict[str, Any]] = {}
     for name, p in _trained(model):
         layer = layers[name] if layers else 0
@@ -38,10 +45,10 @@ def param_groups(model: nn.Module, weight_decay: float, *, layer_decay: float | 
         group = groups.setdefault((layer, kinds[name]), {"name": label, "params": [], "weight_decay": decay})
         group["params"].append(p)
     ordered = sorted(groups, key=lambda key: (key[0], KINDS.index(key[1])))
-    if layers and layer_decay is not None:
-        top = max(layers.values())
+    if layers or frame_lr_scale != 1.0:
+        top, base = max(layers.values()) if layers else 0, 1.0 if layer_decay is None else layer_decay
         for layer, kind in ordered:
-            groups[layer, kind]["lr_scale"] = layer_decay ** (top - layer)
+            groups[layer, kind]["lr_scale"] = base ** (top - layer) * (frame_lr_scale if kind == "frames" else 1.0)
     return [groups[key] for key in ordered]
 
 
@@ -56,16 +63,6 @@ def scale_lr_(optimizer: Optimizer) -> None:
 
 def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-
-
-def plain_names(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter → its name in the unpatched model; frames, cores and rest are "….weight" there."""
-    plain = {prefix: plain_key(prefix) for prefix in carriers_of(model)}
-    names = {}
-    for name, _ in model.named_parameters():
-        prefix = name.rpartition(".")[0] + "."
-        names[name] = plain.get(prefix, name)
-    return names
 
 
 def _kinds(model: nn.Module, weight_decay: float) -> dict[str, str]:
@@ -92,10 +89,3 @@ def _topmost(model: nn.Module, method: str, prefix: str = "") -> Iterator[tuple[
         return
     for name, child in model.named_children():
         yield from _topmost(child, method, f"{prefix}{name}.")
-
-
-def _layers(model: nn.Module) -> dict[str, int]:
-    """Layer of each parameter by name, as timm groups them."""
-    from .integrations.timm_optim import layer_numbers  # lazy: imports go one way
-
-    return layer_numbers(model)

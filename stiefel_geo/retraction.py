@@ -94,52 +94,57 @@ def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
     Horner's scheme in Z^s, p = (c_0 + … ) + Z^s·((c_s + …) + Z^s·(…)), with s = 2 up to degree 4 and 3 above.
     The innermost block holds s + 1 terms.
     """
-    center, halfwidth, c = polynomial
-    Z = D.div_(halfwidth)
-    _diagonal(Z).sub_(center / halfwidth)
+    c = [c_k / polynomial.halfwidth**k for k, c_k in enumerate(polynomial.coefficients)]  # of powers of D − center
+    _diagonal(D).sub_(polynomial.center)
     degree = len(c) - 1
     if degree == 2:  # the usual case, in one call
-        result = torch.baddbmm(Z, Z, Z, beta=c[1], alpha=c[2])
-        _diagonal(result).add_(c[0])
-        return result
+        return _plus(torch.baddbmm(D, D, D, beta=c[1], alpha=c[2]), c[0])
     s = min(degree, 2 if degree <= 4 else 3)
-    powers = [Z]
+    powers = [D]
     while len(powers) < s:
-        powers.append(torch.bmm(powers[-1], Z))
-    k = degree - s
-    result = powers[0] * c[k + 1]
-    for j in range(1, s):
-        result.add_(powers[j], alpha=c[k + j + 1])
-    _diagonal(result).add_(c[k])
-    while k > 0:
-        k -= s
-        result = torch.baddbmm(Z, powers[-1], result, beta=c[k + 1])
-        for j in range(1, s - 1):
-            result.add_(powers[j], alpha=c[k + j + 1])
-        _diagonal(result).add_(c[k])
+        powers.append(torch.bmm(powers[-1], D))
+    top = degree - s
+    result = _plus(_terms(powers[0] * c[top + 1], powers, c, top, s), c[top])
+    for at in range(top - s, -1, -s):
+        block = torch.baddbmm(D, powers[-1], result, beta=c[at + 1])
+        result = _plus(_terms(block, powers, c, at, s - 1), c[at])
     return result
+
+
+def _terms(start: Tensor, powers: list[Tensor], c: list[float], at: int, last: int) -> Tensor:
+    """`start`, which has the first power, plus the second to the last one with their coefficients, in place."""
+    for power in range(2, last + 1):
+        start.add_(powers[power - 1], alpha=c[at + power])
+    return start
+
+
+def _plus(A: Tensor, constant: float) -> Tensor:
+    """A + constant·I, in place."""
+    _diagonal(A).add_(constant)
+    return A
 
 
 def _diagonal(A: Tensor) -> Tensor:
     return A.diagonal(dim1=-2, dim2=-1)
 
 
-def retract(Y: Tensor, bound: float, *, moved: Tensor | None = None) -> Tensor:
+def retract(Y: Tensor, bound: float, *, rest: Tensor | None = None) -> Tensor:
     """Polar factor Y(YᵀY)^{−1/2} of Y = W + ξ, shape (n, d, r), for tangent steps with ‖ξ‖_F ≤ `bound`.
 
     The Gram matrix is formed from Y itself, so frames with a small defect are repaired on the way.
-    Frames where `moved` (n,) is False come back bit for bit.
+    Frames at `rest` (n,) come back bit for bit.
     """
-    return torch.bmm(*factors(Y, bound, None if moved is None else moved[:, None, None]))
+    return torch.bmm(*factors(Y, bound, None if rest is None else rest[:, None, None]))
 
 
-def factors(Y: Tensor, bound: float, moved: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Z (n, d, r) and C (n, r, r) whose product, the last of `retract`, is the polar factor of Y; moved (n, 1, 1)."""
+def factors(Y: Tensor, bound: float, rest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Z (n, d, r) and C (n, r, r) whose product, the last of `retract`, is the polar factor of Y; rest (n, 1, 1)."""
     plan = polar_plan(bound, torch.finfo(Y.dtype).eps)
     for polynomial in plan:
         C = evaluate(polynomial, stiefel.cross(Y, Y))
-        if moved is not None:
-            C = torch.where(moved, C, torch.eye(C.shape[-1], dtype=C.dtype, device=C.device))
+        if rest is not None:
+            C.masked_fill_(rest, 0.0)
+            _diagonal(C).masked_fill_(rest[:, 0], 1.0)
         if polynomial is plan[-1]:
             break
         Y = torch.bmm(Y, C)

@@ -1,8 +1,8 @@
-"""examples/atomic_files.py: whole files or none."""
+"""examples/finetuning/atomic_files.py: whole files or none."""
 
 import pytest
 import torch
-from example_scripts import atomic_files
+from support.example_scripts import atomic_files
 
 
 def test_state_comes_back_as_it_was(tmp_path):

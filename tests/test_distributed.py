@@ -13,10 +13,10 @@ from typing import Any
 
 import geoopt
 import pytest
-import ranks
 import torch
-from example_scripts import EXAMPLES
-from tiny_vit import tiny_vit
+from support import ranks
+from support.example_scripts import EXAMPLES
+from support.tiny_vit import tiny_vit
 
 import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam

@@ -1,23 +1,24 @@
-"""Every code block of the pages under integrations/docs runs, in order, in one namespace per page; README too."""
+"""Every code block of the pages under docs runs, in order, in one namespace per page; README too."""
 
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
-import example_scripts  # noqa: F401  # puts examples/ on the path
 import pytest
 import timm
 import torch
+from support import example_scripts  # noqa: F401  # puts examples/ on the path
 
 import stiefel_geo
 from stiefel_geo.integrations.fsdp_memory import GIB, estimate
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted((ROOT / "integrations" / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = {"frameworks": ("lightning", "accelerate", "transformers")}
+NEEDS = {"frameworks": ("lightning", "accelerate", "transformers"), "transformers": ("transformers",)}
 
 
 def blocks(page: Path) -> list[tuple[str, str, int]]:
@@ -72,7 +73,7 @@ def giants() -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
 
 
 def test_the_memory_table_is_what_the_estimate_gives():
-    page = (ROOT / "integrations" / "docs" / "distributed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if "GiB |" in line]
     found, expected = [row[-5:] for row in rows], []
     for plain, patched in giants().values():
@@ -83,11 +84,61 @@ def test_the_memory_table_is_what_the_estimate_gives():
     assert found == expected
 
 
-def test_every_block_is_python_or_a_command():
-    assert {language for page in PAGES for language, _, _ in blocks(page)} == {"python", "sh"}
+def test_every_block_runs_or_is_marked_as_text():
+    """`text` and `console` are for commands that need a GPU, a download or an installation."""
+    assert {language for page in PAGES for language, _, _ in blocks(page)} <= {"python", "sh", "text", "console"}
 
 
-def test_the_pages_name_what_the_package_exports():
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    unnamed = {name for name in stiefel_geo.__all__ if name not in text}
-    assert unnamed <= {"PatchReport", "PolarStiefel", "Certificate", "certify", "frames"}
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is an extra: pip install -e .[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "api" / "index.html").stat().st_size > 10_000
+
+
+def test_every_public_name_is_on_the_api_page():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert [name for name in stiefel_geo.__all__ if f"::: stiefel_geo.{name}\n" not in page] == []
+
+
+def test_readme_is_short_and_its_first_screen_says_what_to_expect():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 95
+    assert lines.index("## What to expect") < 30
+
+
+PATH = re.compile(r"`(?:python )?((?:docs|examples|integrations|stiefel_geo|tests|\.ci)/[\w./*]*)")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_every_file_that_a_page_names_exists(page):
+    named = PATH.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not any(ROOT.glob(path))] == []
+
+
+def test_every_figure_of_readmes_table_stands_on_the_page_that_its_row_names():
+    table = (
+        (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- expect -->")[2].partition("<!-- /expect")[0]
+    )
+    figures = 0
+    for row in (row for row in table.splitlines() if "docs/" in row):
+        pages = "".join((ROOT / path).read_text(encoding="utf-8") for path in re.findall(r"docs/\w+\.md", row))
+        found = re.findall(r"\d+(?:[.,]\d+)+", row)
+        figures += len(found)
+        assert [figure for figure in found if not re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", pages)] == []
+    assert figures > 10
+
+
+def test_the_api_page_lists_names_with_their_meanings():
+    pytest.importorskip("griffe", reason="griffe comes with mkdocstrings: pip install -e .[docs]")
+    paragraph = runpy.run_path(str(ROOT / "docs" / "docstrings.py"))["paragraph"]
+    assert paragraph("a    one\n     two\nb c  three") == "- `a`: one two\n- `b c`: three"
+    assert paragraph("Args:\n    x: one\n        two") == "**Args**\n\n- `x`: one two"
+    assert paragraph("A sentence\nof two lines::") == "A sentence\nof two lines:"
+
+
+def test_the_certificates_page_has_the_claims_that_the_command_prints():
+    page = (ROOT / "docs" / "certificates.md").read_text(encoding="utf-8")
+    printed = [line.split(" | ")[1] for line in page.splitlines() if re.match(r"\| \d \|", line)]
+    assert printed == list(dict.fromkeys(certificate.claim for certificate in stiefel_geo.certify([(16, 4)])))

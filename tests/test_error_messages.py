@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "integrations" / "docs" / "troubleshooting.md"
-FOLDERS = ("stiefel_geo", "stiefel_geo/certificates", "integrations")
-FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))
+PAGE = ROOT / "docs" / "troubleshooting.md"
+FILES = sorted({path.resolve() for folder in ("stiefel_geo", "integrations") for path in (ROOT / folder).rglob("*.py")})
 HEADING = "## Every message"
 
 

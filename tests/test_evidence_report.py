@@ -1,37 +1,44 @@
-"""examples/report.py: every figure and verdict follows from the runs, in the README too."""
+"""examples/experiments/report.py: every figure, verdict and answer follows from the runs, on docs/results.md too."""
 
 import copy
-import math
 import re
+import shutil
 
+import numpy as np
 import pytest
-from evidence_scripts import (
+from support.evidence_scripts import (
     EXAMPLES,
     claims,
     evidence,
     finetune_pairs,
     harness,
-    paired_statistics,
+    patch_evidence,
     patch_stages,
     report,
     report_sections,
 )
 
-README = EXAMPLES.parent / "README.md"
-MAIN = {
-    "experiment": "patches", "data": "cifar10", "side": 16, "images": 4000, "steps": 300, "batch": 64, "decay": 0.05,
-    "width": 64, "depth": 2, "heads": 4,
+PAGE = EXAMPLES.parent / "docs" / "results.md"
+BASE = {
+    "experiment": "patches", "data": "cifar10", "mirror": True, "side": 32, "patch": 4, "position": "wide",
+    "gain": False, "batch": 64, "decay": 0.05, "width": 64, "depth": 2, "heads": 4, "bf16": True,
 }  # fmt: skip
 
 
-def record(arm, seed, accuracy, movement=1e-3, lr=1e-3, **changes):
+def record(arm, seed, accuracy, lr=3e-3, k=3, images=4000, **changes):
+    config = {**patch_stages.one(BASE, arm, lr, k, seed, images), **changes}
     return {
-        "config": {**MAIN, "arm": arm, "seed": seed, "lr": lr, **changes},
-        "val_accuracy": accuracy, "test_accuracy": accuracy, "movement": movement, "travelled": 0.1, "capped": 0,
-        "spectrum": {"largest": 1.0, "smallest": 1.0, "product_rank": 16.0},
-        "rows": [{"step": 10, "movement": movement}], "seconds": 1.0,
+        "config": config, "val_accuracy": accuracy, "test_accuracy": accuracy, "movement": 1e-3, "travelled": 0.1,
+        "capped": 0, "defect": 1e-7, "spectrum": {"largest": 1.0, "smallest": 1.0, "product_rank": 16.0},
+        "rows": [{"step": 10, "movement": 1e-3}], "seconds": 1.0,
         "versions": {"torch": "2"}, "commit": "abc", "dirty": False,
     }  # fmt: skip
+
+
+def tuned(images=4000, **ks):
+    """A tuning run of each arm at its k, so that it is compared there."""
+    ks = {"frozen": 1, "adamw": 3, "scale_free": 3, **ks}
+    return [record(arm, patch_stages.FIRST_GRID_SEED, 0.5, k=k, images=images) for arm, k in ks.items()]
 
 
 def pairs(gains, **changes):
@@ -40,103 +47,79 @@ def pairs(gains, **changes):
     return [record(arm, s, 0.3 + on * g / 100, **changes) for s, g in enumerate(gains) for arm, on in both]
 
 
-def test_paired_statistics_of_five_differences():
-    # By hand: mean 3, sd √2.5, t = 3/(√2.5/√5) = 3√2; t(0.975, 4) = 2.776445; Wilcoxon of five positives: 2/2⁵.
-    result = paired_statistics.paired([1, 2, 3, 4, 5])
-    half = 2.776445 * math.sqrt(2.5 / 5)
-    assert result.n == result.wins == 5
-    assert result.mean == pytest.approx(3)
-    assert result.sd == pytest.approx(math.sqrt(2.5))
-    assert (result.low, result.high) == pytest.approx((3 - half, 3 + half), rel=1e-6)
-    assert result.t == pytest.approx(3 * math.sqrt(2))
-    assert result.wilcoxon_p == pytest.approx(2 / 2**5)
+def of(*runs):
+    return patch_evidence.PatchRuns([run for some in runs for run in some])
 
 
-@pytest.mark.parametrize("differences", [[], [1.0], [2.0, 2.0, 2.0], [0.0, 0.0], [0.0, 1.0, -1.0, 2.0]])
-def test_few_or_equal_differences_are_no_error(differences):
-    assert paired_statistics.paired(differences).n == len(differences)
+def cell(arm, images=4000, lr=3e-3, k=3.0):
+    return patch_evidence.Cell(images, arm, lr, k)
 
 
-def summary_of(low, high, n=5):
-    return paired_statistics.Paired(n, (low + high) / 2, 1.0, low, high, 0.0, 0.0, 0, 0.0)
+def claim(runs, words):
+    return next(claim for claim in claims.patch_claims(runs) if words in claim.claim)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "n", "verdict"),
-    [
-        (7.0, 9.5, 12, "reproduced"),
-        (0.2, 1.4, 12, "sign reproduced, size not"),
-        (-0.2, 9.5, 12, "not reproduced"),
-        (-3.0, -1.0, 12, "not reproduced"),
-        (7.0, 9.5, 2, "not testable here"),
-    ],
-)
-def test_verdict_of_a_gain_follows_from_the_interval(low, high, n, verdict):
-    assert paired_statistics.gain_verdict(summary_of(low, high, n), 8.98) == verdict
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [
-        (-0.4, 0.6, "reproduced"),
-        (-3.0, 2.0, "not decided: interval too wide"),
-        (0.5, 2.0, "not reproduced"),
-    ],
-)
-def test_verdict_of_an_equality_needs_a_narrow_interval(low, high, verdict):
-    assert paired_statistics.equal_verdict(summary_of(low, high)) == verdict
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [
-        (0.0, 0.5, "reproduced"),
-        (-2.0, 2.0, "not decided: interval too wide"),
-        (0.5, 1.0, "not reproduced"),
-    ],
-)
-def test_verdict_of_a_value_in_points_needs_a_narrow_interval(low, high, verdict):
-    assert paired_statistics.value_verdict(summary_of(low, high), 0.28, 0.28, 1.0) == verdict
-
-
-def test_the_first_claims_figure_and_verdict_turn_with_the_runs():
-    up = claims.patch_claims(pairs([9.0, 9.5, 8.5, 9.2]))[0]
-    down = claims.patch_claims(pairs([-9.0, -9.5, -8.5, -9.2]))[0]
+def test_the_headlines_figure_and_verdict_turn_with_the_runs():
+    up = claim(of(tuned(), pairs([9.0, 9.5, 8.5, 9.2])), "+8.98 points over AdamW, 12")
+    down = claim(of(tuned(), pairs([-9.0, -9.5, -8.5, -9.2])), "+8.98 points over AdamW, 12")
     assert (up.verdict, down.verdict) == ("reproduced", "not reproduced")
     assert up.figure.startswith("+9.05 points [+8.38, +9.72] (n = 4)")
     assert "4/4 won" in up.figure
     assert "0/4 won" in down.figure
 
 
-def test_grid_runs_do_not_count_as_pairs():
-    runs = pairs([1.0, 1.2, 0.8])
-    grid = [
-        record(arm, patch_stages.FIRST_GRID_SEED, 0.9 if arm == "adamw" else 0.1) for arm in ("adamw", "scale_free")
-    ]
-    assert claims.patch_claims([*runs, *grid]) == claims.patch_claims(runs)
+def test_each_arm_is_compared_where_its_own_tuning_was_best():
+    runs = of(tuned(adamw=1), pairs([1.0, 1.1, 1.2], k=3), pairs([5.0, 5.1, 5.2], k=1))
+    theirs, same = (claim(runs, words) for words in ("over AdamW, 12", "AdamW at ours' learning rates"))
+    assert theirs.configuration == "4,000 images, lr 0.003, k 3 against lr 0.003, k 1"
+    assert theirs.figure.startswith("+1.10")  # AdamW has 30 % at every k
+    assert same.configuration == "4,000 images, lr 0.003, k 3"
 
 
-def test_movement_is_compared_per_unit_of_learning_rate():
-    runs = [record("adamw", s, 0.3, movement=3e-3, lr=3e-3) for s in range(3)]
-    runs += [record("fixed_step", s, 0.3, movement=1e-4, lr=1e-2) for s in range(3)]
-    ratio = evidence.movement_ratio(evidence.by_arm(runs, MAIN), "adamw", "fixed_step")
-    assert ratio.mean == pytest.approx(100)
+def test_tuning_runs_and_other_configurations_do_not_count_as_pairs():
+    runs, other = of(tuned(), pairs([1.0, 1.2, 0.8])), pairs([9.0, 9.0], depth=1)
+    assert runs.differences(cell("scale_free"), cell("adamw")) == pytest.approx([1.0, 1.2, 0.8])
+    more = of(tuned(), pairs([1.0, 1.2, 0.8]), other)
+    assert more.differences(cell("scale_free"), cell("adamw")) == pytest.approx([1.0, 1.2, 0.8])
 
 
-def test_slope_is_the_gain_of_a_doubling():
-    runs = [run for i in (1000, 2000, 4000) for run in pairs([i / 1000, 1 + i / 1000, i / 1000], images=i)]
+def test_ratio_is_the_geometric_mean():
+    runs = [{**record(arm, s, 0.3), "movement": m} for arm, ms in (("adamw", (1, 4)), ("pogo", (1, 1)))
+            for s, m in enumerate(ms)]  # fmt: skip
+    assert of(runs).ratio(cell("adamw"), cell("pogo"), "movement").mean == pytest.approx(2.0)
+
+
+def test_slope_is_the_gain_of_a_doubling_and_leaves_out_seeds_without_every_size():
+    sizes = (1000, 2000, 4000)
+    third = [run for i in sizes[:2] for run in pairs([0.0, 0.0, 9.0], images=i)[4:]]
+    runs = of(*(pairs([i / 1000, 1 + i / 1000], images=i) for i in sizes), third)
     # gains 1, 2, 4 at log2 0, 1, 2: least squares slope 3/2.
-    runs += pairs([0.0], images=4000, decay=1.0)
-    assert evidence.slopes(runs, evidence.equal_steps(runs, MAIN)) == pytest.approx([1.5, 1.5, 1.5])
+    slopes = runs.slopes(lambda n: (cell("scale_free", n), cell("adamw", n)), sizes)
+    assert slopes == pytest.approx([1.5, 1.5])
 
 
-def test_equal_epochs_are_compared_among_themselves():
-    runs = [run for i in (2000, 10_000) for run in pairs([1.0, 2.0], images=i, steps=8 * i // 64, decay=1.0)]
-    runs += pairs([5.0, 5.0]) + pairs([7.0, 7.0], images=10_000)  # equal steps, and other numbers of epochs
-    found = evidence.equal_epochs(runs, MAIN, 1.0)
-    assert [(c["images"], c["steps"]) for c in found] == [(2000, 250), (10_000, 1250)]
-    assert evidence.slopes(runs, found) == pytest.approx([0.0, 0.0])
-    assert evidence.equal_epochs(runs, MAIN, 0.05) == []
+@pytest.mark.parametrize(
+    ("means", "found"),
+    [
+        ([40.0, 41.0, 40.5, 30.0], (1, 10)),
+        ([30.0, 40.0, 38.0, 39.5], (3, 3)),  # the last is within a point, but not the one between
+        ([39.0, 39.5, 40.0, 39.2], (1, 30)),
+    ],
+)
+def test_range_of_k_is_without_gaps_and_within_a_point(means, found):
+    assert patch_evidence.range_of_k({k: [m] for k, m in zip((1, 3, 10, 30), means, strict=True)}) == found
+
+
+def test_screen_compares_at_each_lr_of_the_rest_and_passes_at_five_points():
+    seed = patch_stages.FIRST_GRID_SEED
+    runs = of(pairs([0.0, 0.0]), [
+        record("frozen", seed, 0.30, lr=1e-3), record("adamw", seed, 0.35, lr=1e-3),
+        record("adamw", seed, 0.33, lr=1e-3, k=9),
+        record("frozen", seed, 0.30, lr=3e-3, depth=1), record("scale_free", seed, 0.349, lr=3e-3, depth=1),
+    ])  # fmt: skip
+    found = [(name, lr, round(trained - frozen, 6)) for name, lr, frozen, trained in patch_evidence.screen(runs)]
+    assert found == [("base", 1e-3, 5.0), ("1 layer", 3e-3, 4.9)]
+    assert [patch_evidence.passes(30.0, trained) for trained in (35.0, 34.9)] == [True, False]
 
 
 def test_a_collapse_is_a_fall_after_learning_and_counts_once_until_learned_again():
@@ -155,54 +138,77 @@ def test_late_share_looks_at_the_second_half_alone():
     assert evidence.held({"rows": rows, "reached": 1000}) == pytest.approx(2 / 5)
 
 
-def test_report_draws_and_writes_from_the_runs_alone(tmp_path):
-    for run in pairs([1.0, 1.2, 0.8]):
+@pytest.fixture
+def folder(tmp_path):
+    """Runs at two values of k, and a page to write to."""
+    for run in [*tuned(), *pairs([1.0, 1.2, 0.8]), *pairs([2.0, 2.2, 1.8], k=1), *pairs([0.0, 0.1, 0.2], k=10)]:
         harness.append_record(tmp_path / "patches.jsonl", run)
-    assert report.main(["--results", str(tmp_path)]) == 0
-    text = (tmp_path / "REPORT.md").read_text()
-    assert "+1.00 points [+0.50, +1.50] (n = 3)" in text
-    pictures = re.findall(r"!\[\]\((.*?)\)", text)
-    assert pictures
-    assert all((tmp_path / picture).stat().st_size > 1000 for picture in pictures)
+    (tmp_path / "results.md").write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    return tmp_path
 
 
-def test_only_what_is_between_the_markers_changes(tmp_path):
-    for run in pairs([1.0, 1.2, 0.8]):
-        harness.append_record(tmp_path / "patches.jsonl", run)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 0
-    text = readme.read_text()
-    assert text == f"before\n{report.START}\n{report.claims(tmp_path)}\n{report.END}\nafter\n"
-    assert "old" not in text
+def written(folder):
+    assert report.main(["--results", str(folder), "--page", str(folder / "results.md")]) == 0
+    return (folder / "results.md").read_text()
 
 
-def test_readme_without_markers_is_refused_and_left_alone(tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text("no markers")
-    assert report.main(["--results", str(tmp_path), "--readme", str(readme)]) == 2
-    assert readme.read_text() == "no markers"
+def test_report_draws_and_writes_from_the_runs_alone_between_the_markers(folder):
+    text = written(folder)
+    assert "+1.00 points [+0.50, +1.50] (n = 3) at 4,000 images (ahead)" in text
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
+    assert len(pictures) == 3
+    assert all((folder / picture).stat().st_size > 1000 for picture in pictures)
+    assert text.startswith(f"before\n{report.START}\n")
+    assert text.endswith(f"{report.END}\nafter\n")
+    assert "old" not in text.split()
+
+
+def test_page_without_markers_is_refused_and_left_alone(folder, capsys):
+    page = folder / "results.md"
+    page.write_text("no markers")
+    assert report.main(["--results", str(folder), "--page", str(page)]) == 2
+    assert page.read_text() == "no markers"
     assert "must hold" in capsys.readouterr().err
 
 
-def test_report_in_the_repository_is_what_its_runs_give():
-    assert (harness.RESULTS / "REPORT.md").read_text(encoding="utf-8") == report.report(harness.RESULTS)
+def test_page_in_the_repository_is_what_its_runs_give():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == report.put_between(text, report.body(report.Evidence.of(harness.RESULTS)))
 
 
-@pytest.mark.skipif(not README.exists(), reason="README.md is not written yet")
-def test_readme_table_is_what_the_runs_give():
-    text = README.read_text(encoding="utf-8")
-    assert text == report.put_between(text, report.claims(harness.RESULTS))
+def test_pictures_of_the_page_are_there():
+    pictures = re.findall(r"!\[.*?\]\((.*?)\)", PAGE.read_text(encoding="utf-8"))
+    assert pictures
+    assert all((PAGE.parent / picture).exists() for picture in pictures)
+
+
+def test_results_hold_no_paths_of_a_machine():
+    for file in harness.RESULTS.glob("*.jsonl"):
+        assert not re.search(r'"(/|~|[A-Z]:\\)[^"]*"', file.read_text()), file.name
+
+
+def test_a_reader_without_some_of_the_results_gets_the_rest(folder):
+    shutil.copy(harness.RESULTS / "grokking.jsonl", folder)
+    text = written(folder)
+    assert "## Modular addition" in text
+    assert "## Fine-tuning" not in text
 
 
 def test_records_are_not_changed_by_the_report():
-    runs = pairs([1.0, 1.2, 0.8])
+    runs = [*tuned(), *pairs([1.0, 1.2, 0.8])]
     before = copy.deepcopy(runs)
-    claims.patch_claims(runs)
+    claims.patch_claims(of(runs))
     assert runs == before
 
 
-def tuned(gains, lr):
+def test_phase_words_name_each_cell_once_under_its_verdict():
+    words = report_sections.phase_words(
+        {(1.0, 10): [1.0, 1.1, 1.2], (3.0, 20): [1.0, 1.1], (9.0, 20): [0.1, -0.1, 0.0]}
+    )
+    assert words == "ahead: 1 × 10; level: 9 × 20; cannot decide here: too few pairs: 3 × 20."
+
+
+def finetuned(gains, lr):
     """Fine-tuning runs at a peak learning rate: a pair for each gain in points."""
     config = {"experiment": "finetune", "model": "vit", "checkpoint": None, "img_size": 56, "images": 2000,
               "data": "cifar10", "epochs": 2, "test_images": 1000, "peak_lr": lr}  # fmt: skip
@@ -215,19 +221,15 @@ def tuned(gains, lr):
 @pytest.mark.parametrize(
     ("gains", "verdict"),
     [
-        ([[1, 1.1, 1.2], [1, 1.1, 1.2]], "ahead"),
-        ([[1, -2, 3], [1, -2, 1]], "level"),
-        ([[1, 1.1, 1.2], [-1, -1.1, -1.2]], "depends on lr"),
-        ([[1, 2], [1, 2]], "not testable here"),
-        ([[1, 1.1, 1.2], [1, 2]], "ahead"),
+        ([1, 1.1, 1.2], "ahead"),
+        ([1, -2, 3], "cannot decide here: interval too wide"),
+        ([1, 2], "cannot decide here: too few pairs"),
     ],
 )
-def test_fine_tuning_is_compared_at_each_learning_rate(gains, verdict):
-    (row,) = claims.finetune_claims([run for lr, values in zip((1e-4, 1e-3), gains, strict=True)
-                                     for run in tuned(values, lr)])  # fmt: skip
-    assert row.verdict == verdict
-    assert "lr 0.0001: " in row.figure
-    assert "lr 0.001: " in row.figure
+def test_fine_tuning_is_judged_at_each_learning_rate(gains, verdict):
+    rows = claims.finetune_claims([*finetuned(gains, 1e-4), *finetuned([-1, -1.1, -1.2], 1e-3)])
+    assert [row.verdict for row in rows] == [verdict, "behind"]
+    assert "lr 0.0001 " in rows[0].claim
 
 
 def test_fine_tuning_pairs_come_from_finetune_itself(tmp_path):
@@ -243,12 +245,18 @@ def test_fine_tuning_pairs_come_from_finetune_itself(tmp_path):
 
 
 def test_fine_tuning_pairs_that_are_missing_are_counted():
-    runs = [*tuned([1.0] * 5, 1e-4), *tuned([1.0, 2.0], 1e-3)]
-    lines = report.missing([], [], runs).splitlines()
-    assert [line for line in lines if "fine-tuning" in line] == ["- fine-tuning, lr 0.001: 2 of 5 pairs"]
+    runs = [*finetuned([1.0] * 5, 1e-4), *finetuned([1.0, 2.0], 1e-3)]
+    lines = report.missing(report.Evidence(of([]), [], [], runs)).splitlines()
+    assert lines == ["- fine-tuning, lr 0.001: 2 of 5 pairs"]
 
 
-def test_cells_with_too_few_pairs_are_named_apart():
-    text = report_sections.dominance({(0.1, 10): [1.0, 1.1, 1.2], (0.2, 20): [1.0, 1.1]})
-    assert "above 0) at decay × images: 0.1 × 10;" in text
-    assert text.endswith("with too few pairs: 0.2 × 20.")
+def test_stages_that_are_not_done_are_counted():
+    lines = report.missing(report.Evidence(of(tuned(), pairs([1.0, 2.0])), [], [], [])).splitlines()
+    assert "- images, stage `base_pairs`: 4 of 29 runs" in lines
+    assert "- images, stage `arms`: its arms are not tuned yet" in lines
+
+
+def test_curves_hold_every_seed_in_percent():
+    curve = of(pairs([1.0, 2.0]), pairs([3.0], k=1)).curve(4000, "scale_free", 3e-3)
+    assert list(curve) == [1.0, 3.0]
+    assert np.allclose(curve[3.0], [31.0, 32.0])

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 import torch
-from evidence_scripts import cifar10_patches, grokking, harness
-from kills import FORK, killed_after, seconds_of
+from support.evidence_scripts import grokking, harness, patches
+from support.kills import FORK, killed_after, seconds_of
 
 pytestmark = pytest.mark.forks
 
 KILLS = int(os.environ.get("KILLS", "10"))
 NOT_COMPUTED = {"seconds", "versions", "commit", "dirty"}
 SCRIPTS = {
-    "patches": (cifar10_patches, ["--smoke"]),
+    "patches": (patches, ["--smoke"]),
     "grokking": (grokking, ["--p", "7", "--width", "16", "--heads", "2", "--seeds", "2", "--epochs", "150"]),
 }
 

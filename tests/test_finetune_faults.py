@@ -8,10 +8,10 @@ import signal
 
 import pytest
 import torch
-from example_scripts import atomic_files, finetune, image_data
-from image_folders import write_images
-from kills import FORK, killed_after, seconds_of
-from test_finetune import digest, figures, run
+from support.example_scripts import atomic_files, batches, finetune
+from support.finetune_runs import digest, figures, one_line, run
+from support.image_folders import write_images
+from support.kills import FORK, killed_after, seconds_of
 
 pytestmark = pytest.mark.forks
 
@@ -134,21 +134,14 @@ class DyingImages(torch.utils.data.Dataset):
         return self.images[i]
 
 
-def one_line(text):
-    """The command's own line on stderr, which stands alone."""
-    (line,) = [line for line in text.splitlines() if line.startswith("finetune: ")]
-    assert "Traceback" not in text
-    return line
-
-
 def test_dying_worker_ends_in_one_line_and_the_run_goes_on_after_it(tmp_path, monkeypatch, capsys):
     write_images(tmp_path / "data" / "train", ("cat", "dog"), 16)
     write_images(tmp_path / "data" / "test", ("cat", "dog"), 4)
     options = ("--data", tmp_path / "data", "--arm", "stiefel", "--epochs", 2, "--workers", 1)
-    usual = image_data.shuffled
+    usual = batches.shuffled
 
-    def dying_in_epoch_two(images, size, seed, epoch, workers):
-        return usual(DyingImages(images) if epoch else images, size, seed, epoch, workers)
+    def dying_in_epoch_two(images, size, seed, epoch, options):
+        return usual(DyingImages(images) if epoch else images, size, seed, epoch, options)
 
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "shuffled", dying_in_epoch_two)

@@ -1,7 +1,6 @@
 """FrameRows alone: names, kinds, what it takes and keeps, and how it survives what PyTorch does to modules."""
 
 import copy
-import sys
 
 import geoopt
 import pytest
@@ -10,63 +9,24 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stiefel_geo import PolarStiefel
-from stiefel_geo.frames import FrameRows, as_frames, canonical, exact, polar
-from stiefel_geo.layouts import Rows, Run
+from stiefel_geo.attention.factorisation import exact
+from stiefel_geo.attention.layouts import Rows, Run
+from stiefel_geo.attention.parametrization import FrameRows
 
 PART_MAJOR = Rows(1, (Run("qqkk", 3), Run("", 6)))
 TWO_WIDTHS = Rows(1, (Run("q", 4), Run("k", 7), Run("", 7)))
 HEADS_ALONE = Rows(1, (Run("qqqkkk", 3),))
 
 
-def factors(rows: Rows, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [polar(exact(stack)) for stack in rows.split(weight.detach().flatten(1))[0]]
-    return [F for F, _ in pairs], [C for _, C in pairs]
-
-
 def carried(rows: Rows = PART_MAJOR, core: str = "learn", owner: nn.Module | None = None) -> nn.Module:
     """A projection of 18 rows and 12 columns whose weight is made of frames."""
     owner = owner or nn.Linear(12, 18)
-    result = FrameRows(rows, owner.weight, core)
-    result.put(*factors(rows, owner.weight), owner.weight)
-    parametrize.register_parametrization(owner, "weight", result, unsafe=True)
+    parametrize.register_parametrization(owner, "weight", FrameRows(rows, owner.weight, core), unsafe=True)
     return owner
 
 
 def rows_of(owner: nn.Module) -> FrameRows:
     return owner.parametrizations.weight[0]
-
-
-def diagonal(core: str = "learn", requires_grad: bool = True) -> nn.Module:
-    """The same with diagonal cores, as the canonical factorisation gives them."""
-    owner = nn.Linear(12, 18).requires_grad_(requires_grad)
-    result = FrameRows(PART_MAJOR, owner.weight, core)
-    frames, _ = factors(PART_MAJOR, owner.weight)
-    result.put(frames, [torch.arange(1.0, 13).view(4, 3)], owner.weight)
-    parametrize.register_parametrization(owner, "weight", result, unsafe=True)
-    return owner
-
-
-@pytest.mark.parametrize(("last", "found"), [(1.1e-6, True), (9e-7, False), (0.0, False)])
-def test_canonical_declines_where_the_last_singular_value_is_a_millionth_of_the_first(last: float, found: bool) -> None:
-    """For every head and every scale; the second value is far from the first, so neither is taken for the other."""
-    spectra = torch.tensor([[1, 1e-3, 1e-3], [1, 1e-3, last]], dtype=torch.float64) * 1e4
-    W_Q, W_K = torch.eye(8, 3, dtype=torch.float64) * spectra[:, None], torch.eye(8, 3, dtype=torch.float64)
-    zero = torch.zeros(2, 3, dtype=torch.float64)
-    assert (canonical(W_Q, W_K.expand(2, 8, 3), zero, zero) is not None) == found
-
-
-def test_largest_entry_of_every_canonical_query_column_is_positive() -> None:
-    W_Q, W_K = torch.randn(2, 5, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = canonical(W_Q, W_K, torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, 4, dtype=torch.float64))
-    assert found is not None
-    assert torch.equal(found.query.amax(1), found.query.abs().amax(1))
-
-
-def test_frames_are_trained_unless_said_otherwise() -> None:
-    data = torch.eye(4, 2)[None]
-    assert as_frames(data).requires_grad
-    assert not as_frames(data, False).requires_grad
-    assert isinstance(as_frames(data).manifold, PolarStiefel)
 
 
 def test_exact_is_a_float64_copy_on_the_cpu() -> None:
@@ -109,9 +69,14 @@ def test_identity_has_no_core_and_its_rows_are_the_frames() -> None:
 
 def test_identity_takes_the_frames_of_another_weight_and_leaves_its_cores() -> None:
     owner, other = carried(core="identity"), torch.randn(18, 12)
-    frames, cores = factors(PART_MAJOR, other)
-    rows_of(owner).update(frames, cores, other)
-    assert torch.equal(rows_of(owner).frames.detach(), frames[0].float())
+    rows_of(owner).take(rows_of(owner).factors(other))
+    assert torch.equal(rows_of(owner).frames, rows_of(carried(owner=linear(other))).frames)
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    owner = nn.Linear(12, 18)
+    owner.weight.data.copy_(weight)
+    return owner
 
 
 @pytest.mark.parametrize("core", ["learn", "freeze"])
@@ -120,67 +85,27 @@ def test_frozen_weight_has_frozen_frames_cores_and_rest(core: str) -> None:
     assert not any(p.requires_grad for p in rows.parameters())
 
 
-def test_frames_are_contiguous_however_the_factorisation_left_them() -> None:
-    weight = nn.Parameter(torch.randn(18, 12))
-    (F,), (C,) = factors(PART_MAJOR, weight)
-    rows = FrameRows(PART_MAJOR, weight, "learn")
-    rows.put([F.mT.contiguous().mT], [C], weight)
-    assert rows.frames.is_contiguous()
+def test_frames_and_cores_are_contiguous_however_the_factorisation_left_them() -> None:
+    rows = rows_of(carried(TWO_WIDTHS, owner=nn.Linear(12, 18, dtype=torch.float64)))
+    assert all(p.is_contiguous() for p in rows.parameters())
 
 
-def test_wrong_number_of_stacks_is_refused() -> None:
-    weight = nn.Parameter(torch.randn(18, 12))
-    (F, G), (C, D) = factors(TWO_WIDTHS, weight)
-    with pytest.raises(ValueError, match="zip"):
-        FrameRows(TWO_WIDTHS, weight, "learn").put([F], [C, D], weight)
-    with pytest.raises(ValueError, match="zip"):
-        FrameRows(TWO_WIDTHS, weight, "learn").put([F, G], [C], weight)
-    with pytest.raises(ValueError, match="zip"):
-        rows_of(carried(TWO_WIDTHS)).update([F], [C, D], weight)
-
-
-def test_diagonal_core_scales_the_columns_of_the_frames() -> None:
-    owner = diagonal()
-    rows = rows_of(owner)
-    expected = (rows.frames * rows.core[:, None, :]).detach().mT.reshape(12, 12)
-    torch.testing.assert_close(owner.weight.detach()[:12], expected)
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("core", ["learn", "freeze"])
-def test_core_changes_its_form_with_the_weight_and_the_old_one_is_retired(core: str, requires_grad: bool) -> None:
-    owner = diagonal(core, requires_grad)
-    old, weight, names = rows_of(owner).core, torch.randn(18, 12), list(rows_of(owner).state_dict())
+@pytest.mark.parametrize("weight", [torch.zeros(18, 12), torch.ones(18, 12)], ids=["zero", "rank one"])
+def test_identity_and_shape_of_every_parameter_outlive_every_weight(core: str, weight: Tensor) -> None:
+    owner = carried(core=core)
+    before = {name: (id(value), value.shape) for name, value in owner.state_dict(keep_vars=True).items()}
     owner.weight = weight
-    new = rows_of(owner).core
-    assert new.shape == (4, 3, 3)
-    assert isinstance(new, nn.Parameter) == (core == "learn")
-    assert new.requires_grad == (core == "learn" and requires_grad)
+    assert {n: (id(value), value.shape) for n, value in owner.state_dict(keep_vars=True).items()} == before
     torch.testing.assert_close(owner.weight.detach(), weight)
-    assert list(rows_of(owner).state_dict()) == names
-    assert old._stiefel_geo_retired == (
-        "this parameter was replaced by a core of another form, which the new weights need; "
-        "build the optimizer after it"
-    )
 
 
-def test_state_dict_of_the_other_form_loads() -> None:
-    first, second = carried(), diagonal()
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(second.weight, first.weight)
-    first.load_state_dict(diagonal().state_dict())
-    assert rows_of(first).core.shape == (4, 3)
-
-
-def test_core_of_no_possible_form_is_refused_and_the_own_one_kept() -> None:
-    owner = diagonal()
-    state = owner.state_dict()
-    core = rows_of(owner).core
+def test_core_of_another_shape_is_refused_and_the_own_one_kept() -> None:
+    owner = carried()
+    state, core = owner.state_dict(), rows_of(owner).core
     with pytest.raises(RuntimeError, match="size mismatch"):
-        owner.load_state_dict({**state, "parametrizations.weight.0.core": torch.ones(5, 5)})
+        owner.load_state_dict({**state, "parametrizations.weight.0.core": torch.ones(4, 3)})
     assert rows_of(owner).core is core
-    with pytest.raises(RuntimeError, match="Missing key"):
-        owner.load_state_dict({key: value for key, value in state.items() if not key.endswith("core")})
 
 
 def test_weight_of_another_shape_is_refused_by_its_own_message() -> None:
@@ -242,26 +167,30 @@ def test_cores_are_marked_and_frames_are_not() -> None:
     assert not hasattr(rows.rest, "manifold")
 
 
-def test_plain_parameter_put_in_as_frames_is_told_its_manifold() -> None:
-    """FSDP2 puts its own in this way; a ManifoldParameter keeps the manifold it came with."""
+def put_by_assignment(rows: FrameRows, value: nn.Parameter) -> None:
+    rows.frames = value
+
+
+def put_into_the_dictionary(rows: FrameRows, value: nn.Parameter) -> None:
+    rows._parameters["frames"] = value  # as FSDP2 and accelerate do
+
+
+@pytest.mark.parametrize("put", [put_by_assignment, put_into_the_dictionary])
+@pytest.mark.parametrize("cls", [nn.Parameter, geoopt.ManifoldParameter])
+def test_parameter_put_in_as_frames_is_the_same_object_and_a_frame(put, cls) -> None:
     rows = rows_of(carried())
-    rows.frames = nn.Parameter(rows.frames.detach().clone())
-    assert isinstance(rows.frames.manifold, PolarStiefel)
-    own = geoopt.EuclideanStiefel()
+    value = cls(rows.frames.detach().clone(), requires_grad=False)
+    put(rows, value)
+    assert rows.frames is value
+    assert isinstance(value, geoopt.ManifoldParameter)
+    assert isinstance(value.manifold, PolarStiefel)
+    assert not value.requires_grad
+
+
+def test_frames_keep_a_stiefel_manifold_that_they_came_with() -> None:
+    rows, own = rows_of(carried()), geoopt.EuclideanStiefel()
     rows.frames = geoopt.ManifoldParameter(rows.frames.detach().clone(), manifold=own)
     assert rows.frames.manifold is own
-
-
-def test_plain_tensors_become_frames_again_unless_they_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of(carried())
-    rows.frames = nn.Parameter(rows.frames.detach().clone(), False)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys.modules[FrameRows.__module__], "is_sharded", lambda value: True)
-        rows._apply(lambda tensor: tensor)
-        assert type(rows.frames) is nn.Parameter
-    rows._apply(lambda tensor: tensor)
-    assert isinstance(rows.frames, geoopt.ManifoldParameter)
-    assert not rows.frames.requires_grad
 
 
 def test_assigned_state_dict_leaves_frames_and_cores_what_they_are() -> None:

@@ -5,7 +5,7 @@ import math
 import geoopt
 import pytest
 import torch
-from evidence_scripts import frame_steps
+from support.evidence_scripts import frame_steps
 
 import stiefel_geo
 from stiefel_geo import stiefel
@@ -54,11 +54,45 @@ def test_uncapped_differs_where_steps_are_longer_than_the_radius_and_nowhere_els
 
 def test_fixed_step_is_as_long_as_the_gradient_and_scale_free_is_not():
     moved = {}
-    for arm in ("fixed_step", "scale_free"):
+    for arm in ("riemannian_sgd", "scale_free"):
         build = frame_steps.ON_MANIFOLD[arm]
         moved[arm] = [(path(build, [c * gradients(1)[0]], 1e-4) - start().detach()).norm() for c in (1.0, 10.0)]
-    assert math.isclose(moved["fixed_step"][1] / moved["fixed_step"][0], 10.0, rel_tol=1e-3)
+    assert math.isclose(moved["riemannian_sgd"][1] / moved["riemannian_sgd"][0], 10.0, rel_tol=1e-3)
     assert math.isclose(moved["scale_free"][1] / moved["scale_free"][0], 1.0, rel_tol=1e-9)
+
+
+def test_muon_moves_every_head_as_if_it_were_alone():
+    grads = [G.float() for G in gradients(3)]
+    together = torch.nn.Parameter(start().detach().float())
+    moved = path(lambda frames, lr: frame_steps.optimizers("muon", frames, [], lr, 0.1)[1], grads, W=together)
+    alone = torch.nn.Parameter(start().detach().float()[1])
+    optimizer = torch.optim.Muon([alone], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for G in grads:
+        alone.grad = G[1].clone()
+        optimizer.step()
+    assert torch.equal(moved[1], alone.detach())
+
+
+def test_pogo_moves_frames_down_the_gradient_and_keeps_them_orthonormal():
+    pytest.importorskip("pogo")
+    G = gradients(1)[0].float()
+    W = geoopt.ManifoldParameter(start().detach().float(), manifold=stiefel_geo.PolarStiefel())
+    before = W.detach().clone()
+    after = path(frame_steps.ON_MANIFOLD["pogo"], [G], W=W)
+    assert float((G * (after - before)).sum()) < -1e-3
+    assert float(stiefel.defect(after).max()) < 1e-5
+
+
+@pytest.mark.parametrize("arm", [arm for arm in frame_steps.ARMS if arm not in ("frozen", "pogo")])
+def test_k_scales_the_learning_rate_of_the_frames_alone(arm):
+    frame = torch.nn.Parameter(start().detach().float())
+    rest = torch.nn.Parameter(torch.ones(2, 2))
+    frames = frame_steps.as_arm(arm, [frame], 0)
+    groups = [g for opt in frame_steps.optimizers(arm, frames, [rest], 0.1, 0.0, 3.0) for g in opt.param_groups]
+    of_rest = [g["lr"] for g in groups if any(p is rest for p in g["params"])]
+    of_frames = [g["lr"] for g in groups if g["params"] and not any(p is rest for p in g["params"])]
+    assert of_rest == [0.1]
+    assert of_frames == [pytest.approx(0.3)]
 
 
 @pytest.mark.parametrize(("arm", "kept"), [("scale_free", True), ("scale_free_elementwise", False)])
@@ -89,6 +123,8 @@ def test_geoopts_adam_steps_shorter_by_the_root_of_the_entries():
 
 @pytest.mark.parametrize("arm", frame_steps.ARMS)
 def test_every_arm_trains_the_rest_and_moves_frames_unless_frozen(arm):
+    if arm == "pogo":
+        pytest.importorskip("pogo")
     frame = start().detach().float()
     frames = frame_steps.as_arm(arm, [torch.nn.Parameter(frame.clone())], seed=0)
     begin = frames[0].detach().clone()

@@ -8,11 +8,11 @@ import os
 
 import numpy as np
 import pytest
-import reference
 import torch
-from frame_parameters import as_frame, gaussian, optimizer_of
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support import reference
+from support.frame_parameters import as_frame, gaussian, optimizer_of
 
 from stiefel_geo import stiefel
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from evidence_scripts import grokking, harness, modular_transformer
+from support.evidence_scripts import grokking, harness, modular_transformer
 from torch.nn import functional as F
 
 SMALL = ["--p", "7", "--width", "16", "--heads", "2", "--seeds", "1", "--epochs", "20"]

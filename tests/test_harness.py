@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from evidence_scripts import EXAMPLES, harness
+from support.evidence_scripts import EXAMPLES, harness
 
 GRID = [{"arm": arm, "seed": seed} for seed in range(3) for arm in ("a", "b")]
 
@@ -17,7 +17,7 @@ SLOW_GRID = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {examples!r})
-from harness import run_grid
+from experiments.harness import run_grid
 
 def run(config):
     time.sleep(0.15)
@@ -47,6 +47,28 @@ def test_each_run_leaves_one_line_with_config_result_and_provenance(tmp_path):
     assert [record["score"] for record in records] == [0, 0, 1, 1, 2, 2]
     assert set(records[0]["versions"]) == {"python", "stiefel-geo", "torch", "geoopt", "timm", "numpy"}
     assert records[0].keys() >= {"commit", "dirty", "seconds"}
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("stiefel_geo/stiefel.py", True), ("integrations/timm_attention.py", True), ("examples/finetune.py", True),
+        ("examples/results/runs.jsonl", False), ("README.md", False),
+    ],
+)  # fmt: skip
+def test_edited_sources_are_dirty_and_the_growing_results_are_not(tmp_path, file, counts):
+    for name in ("stiefel_geo/stiefel.py", "integrations/timm_attention.py", "examples/finetune.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("as committed\n")
+    (tmp_path / "examples/results").mkdir()
+    (tmp_path / "examples/results/runs.jsonl").write_text("")
+    (tmp_path / "stiefel_geo/integrations").symlink_to("../integrations")
+    who = ["-c", "user.name=t", "-c", "user.email=t"]
+    for words in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "all"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert not harness.dirty(tmp_path / "examples")
+    (tmp_path / file).write_text("edited\n")
+    assert harness.dirty(tmp_path / "examples") is counts
 
 
 def test_finished_runs_are_not_run_again(tmp_path):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from stiefel_geo.step import largest_ratio
+from stiefel_geo.optim.bounds import largest_ratio
 
 
 def ratio(beta1, beta2, t):

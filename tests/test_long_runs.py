@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from frame_parameters import frame, gaussian, optimizer_of
+from support.frame_parameters import frame, gaussian, optimizer_of
 
 from stiefel_geo import stiefel
 

@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-from frame_parameters import gaussian
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,7 +20,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from patch_cases import randomise_, relative
+from support.frame_parameters import gaussian
+from support.patch_cases import randomise_, relative
 from timm.models.vision_transformer import VisionTransformer
 from timm.utils import ModelEmaV3
 from torch import nn

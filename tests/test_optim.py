@@ -5,9 +5,10 @@ import io
 import geoopt
 import pytest
 import torch
-from cases import frame, gradients
+from support.cases import frame, gradients
 
 from stiefel_geo import ScaleFreeRiemannianAdam, stiefel
+from stiefel_geo.optim.checks import COMPILING_FROM
 
 
 def plain_pair(seed: int = 0) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -17,10 +18,10 @@ def plain_pair(seed: int = 0) -> tuple[list[torch.nn.Parameter], list[torch.nn.P
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_plain_parameters_follow_torch_adamw_bit_for_bit(foreach: bool | None, maximize: bool) -> None:
+@pytest.mark.parametrize("choice", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_plain_parameters_follow_torch_adamw_bit_for_bit(choice: dict, maximize: bool) -> None:
     ours, theirs = plain_pair()
-    settings = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1, "foreach": foreach}
+    settings = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1, **choice}
     mine = ScaleFreeRiemannianAdam([frame(8, 2), *ours], **settings, maximize=maximize)
     adamw = torch.optim.AdamW(theirs, **settings, maximize=maximize)
     generator = torch.Generator().manual_seed(1)
@@ -52,6 +53,7 @@ def test_joined_batches_equal_one_parameter_at_a_time() -> None:
     assert max((p - q).abs().max().item() for p, q in zip(joined, apart, strict=True)) < 1e-14
 
 
+@pytest.mark.skipif(torch.__version__ < COMPILING_FROM, reason="this torch does not compile the step")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_step_equals_the_eager_one(backend: str) -> None:
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """examples/optimize_frame.py: the optimizer alone finds an eigenspace."""
 
 import pytest
-from example_scripts import optimize_frame
+from support.example_scripts import optimize_frame
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_same,
     drive,
     entries,
@@ -59,11 +59,24 @@ def test_frame_whose_squares_overflow_float64_rests_with_its_momentum_and_the_ot
         if t == 2:
             before, momentum = p.detach()[1].clone(), one.state[p]["exp_avg"][1].clone()
             p.grad[1] *= 1e160
+            v = one.state[p]["exp_avg_sq"].clone()
         one.step()
         other.step()
     assert torch.equal(p[1], before)
     assert torch.equal(one.state[p]["exp_avg"][1], momentum)
+    assert one.state[p]["exp_avg_sq"][1] == v[1]
+    assert one.state[p]["skipped"].tolist() == [0, 1, 0]
+    assert one.state[p]["step"].tolist() == [3, 2, 3]
     assert_same([p.detach()[[0, 2]]], [q.detach()[[0, 2]]])
+
+
+def test_normal_gradient_whose_square_overflows_float64_is_skipped_and_no_zero_gradient():
+    p = frame(12, 4)
+    optimizer = optimizer_of([p], betas=(0.0, 0.9))
+    p.grad = 1e160 * p.detach().clone()
+    optimizer.step()
+    assert optimizer.state[p]["skipped"].tolist() == [1]
+    assert optimizer.state[p]["step"].tolist() == [0]
 
 
 def test_bad_frame_goes_on_afterwards_as_if_that_step_had_not_been():

@@ -5,7 +5,7 @@ import math
 import geoopt
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     SHAPES,
     as_frame,
     assert_close,
@@ -22,7 +22,7 @@ from frame_parameters import (
 )
 from torch import nn
 
-from stiefel_geo import batching
+from stiefel_geo.optim import batching
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -42,8 +42,8 @@ def test_foreach_on_off_and_unset_agree_in_parameters_and_state(dtype):
 @pytest.mark.parametrize(("foreach", "calls"), [(None, 4), (True, 4), (False, 5)])
 def test_foreach_false_steps_one_parameter_at_a_time(foreach, calls, monkeypatch):
     seen = []
-    usual = batching.update_
-    monkeypatch.setattr(batching, "update_", lambda *args: (seen.append(1), usual(*args)))
+    usual = batching.step_
+    monkeypatch.setattr(batching, "step_", lambda *args: (seen.append(1), usual(*args)))
     params = mixed()
     drive(optimizer_of(params, foreach=foreach), params, range(1))
     assert len(seen) == calls  # five parameters of four shapes
@@ -141,7 +141,7 @@ def test_maximize_equals_descent_along_negated_gradients():
 
 
 def test_more_frames_than_a_batch_holds_step_as_few_do(monkeypatch):
-    monkeypatch.setattr("stiefel_geo.batching.CPU_BATCH_BYTES", (1, 2 * 12 * 4 * 8))
+    monkeypatch.setattr("stiefel_geo.optim.batching.CPU_BATCH_BYTES", (1, 2 * 12 * 4 * 8))
     cut = [frame(7, 12, 4, seed=1), frame(1, 12, 4, seed=2)]
     cut_path = drive(optimizer_of(cut), cut, range(4))
     monkeypatch.undo()
@@ -153,7 +153,7 @@ def test_more_frames_than_a_batch_holds_step_as_few_do(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("broken", [None, float("nan"), 1e-30])
 def test_parameters_that_go_through_a_batch_as_views_step_as_alone(leadings, dtype, broken, monkeypatch):
-    monkeypatch.setattr("stiefel_geo.batching.CPU_JOIN_BYTES", 0)
+    monkeypatch.setattr("stiefel_geo.optim.batching.CPU_JOIN_BYTES", 0)
     paths, states = [], []
     for foreach in (None, False):
         params = [frame(*leading, 12, 4, seed=n, dtype=dtype) for n, leading in enumerate(leadings)]
@@ -173,12 +173,12 @@ def test_parameters_that_go_through_a_batch_as_views_step_as_alone(leadings, dty
 
 
 def test_parameters_as_views_share_one_update(monkeypatch):
-    monkeypatch.setattr("stiefel_geo.batching.CPU_JOIN_BYTES", 0)
+    monkeypatch.setattr("stiefel_geo.optim.batching.CPU_JOIN_BYTES", 0)
     seen = []
-    usual = batching.update_
+    usual = batching.step_
     monkeypatch.setattr(
         batching,
-        "update_",
+        "step_",
         lambda batches, *rest: (seen.append([batch.sizes for batch in batches]), usual(batches, *rest)),
     )
     params = [frame(n, 12, 4) for n in (3, 1, 2)]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_same,
     drive,
     entries,
@@ -58,7 +58,7 @@ def test_loaded_run_goes_on_bit_for_bit(dtype):
 CHILD = """
 import sys; sys.path.insert(0, {tests!r})
 import torch
-from frame_parameters import drive, mixed, optimizer_of
+from support.frame_parameters import drive, mixed, optimizer_of
 torch.set_num_threads(1)
 saved = torch.load({path!r}, weights_only=True)
 params = mixed(torch.float32)

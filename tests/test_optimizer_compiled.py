@@ -3,7 +3,7 @@
 import geoopt
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_close,
     assert_same,
     drive,
@@ -15,8 +15,13 @@ from frame_parameters import (
     values,
     worst_defect,
 )
+from support.matmul_settings import SETTINGS, usual_settings
 from torch import nn
 
+from stiefel_geo.optim import checks
+from stiefel_geo.optim.checks import COMPILING_FROM
+
+compiles = pytest.mark.skipif(torch.__version__ < COMPILING_FROM, reason="this torch does not compile the step")
 BACKENDS = ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 OPTIONS = [
     {},
@@ -49,6 +54,7 @@ def both(backend, options, dtype=torch.float32, steps=8, fullgraph=True, make=fe
     return eager, compiled, one, other
 
 
+@compiles
 @pytest.mark.parametrize("options", OPTIONS, ids=LABELS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_parameters_and_state_equal_the_eager_ones_at_step_eight(backend, options):
@@ -61,6 +67,7 @@ def test_compiled_parameters_and_state_equal_the_eager_ones_at_step_eight(backen
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=key)
 
 
+@compiles
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_equals_eager_in_every_precision(backend, dtype):
@@ -70,11 +77,13 @@ def test_compiled_equals_eager_in_every_precision(backend, dtype):
     )  # one unit in the last place
 
 
+@compiles
 def test_graph_breaks_allowed_change_nothing():
     eager, compiled, *_ = both("eager", {}, fullgraph=False)
     assert_close(values(compiled), values(eager), 1e-5)
 
 
+@compiles
 def test_compiled_path_stays_on_the_manifold_for_300_steps():
     params = [frame(3, 12, 4, dtype=torch.float32)]
     optimizer = optimizer_of(params, lr=0.1)
@@ -82,6 +91,7 @@ def test_compiled_path_stays_on_the_manifold_for_300_steps():
     assert worst_defect(params) < 1e-5
 
 
+@compiles
 def test_compiled_step_skips_a_bad_frame_and_steps_the_others():
     p, q = frame(3, 12, 4, dtype=torch.float32), frame(3, 12, 4, dtype=torch.float32)
     one, other = optimizer_of([p]), optimizer_of([q])
@@ -97,6 +107,7 @@ def test_compiled_step_skips_a_bad_frame_and_steps_the_others():
     assert other.state[q]["skipped"].sum() == 5
 
 
+@compiles
 def test_compiled_step_follows_an_lr_that_a_scheduler_changes():
     p, q = frame(3, 12, 4), frame(3, 12, 4)
     one, other = optimizer_of([p]), optimizer_of([q])
@@ -111,6 +122,7 @@ def test_compiled_step_follows_an_lr_that_a_scheduler_changes():
     assert_close(values([q]), values([p]), 1e-13)
 
 
+@compiles
 def test_compiled_run_goes_on_from_an_eager_one():
     params, usual = few(torch.float64), few(torch.float64)
     optimizer, other = optimizer_of(params), optimizer_of(usual)
@@ -121,6 +133,7 @@ def test_compiled_run_goes_on_from_an_eager_one():
     assert_close(values(params[:2]), values(usual[:2]), 1e-13)
 
 
+@compiles
 def test_compiled_training_step_of_model_and_loss_equals_eager():
     paths = []
     for compiled in (False, True):
@@ -139,6 +152,7 @@ def test_compiled_training_step_of_model_and_loss_equals_eager():
     assert_close(*paths, 1e-13)
 
 
+@compiles
 @pytest.mark.parametrize("options", [{"capturable": True}, {"foreach": True, "lr": torch.tensor(1e-2)}], ids=str)
 def test_compiled_step_takes_options_that_the_eager_one_refuses_of_plain_parameters(options):
     lr = {"lr": options["lr"]} if "lr" in options else {}
@@ -149,23 +163,32 @@ def test_compiled_step_takes_options_that_the_eager_one_refuses_of_plain_paramet
     assert_close(values(compiled), values(eager), 1e-6)
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_compiling_frames_under_reduced_matmul_precision_is_refused(precision):
+@compiles
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiling_frames_under_reduced_matmul_precision_is_refused(name):
     params = [frame(3, 12, 4, dtype=torch.float32)]
     optimizer = optimizer_of(params)
-    before = torch.get_float32_matmul_precision()
+    SETTINGS[name]()
     try:
-        torch.set_float32_matmul_precision(precision)
-        with pytest.raises(RuntimeError, match="set it to 'highest'"):
+        with pytest.raises(RuntimeError, match=r"rule: .*set_float32_matmul_precision\('highest'\)"):
             drive(optimizer, params, range(1), torch.compile(optimizer.step, backend="eager"))
     finally:
-        torch.set_float32_matmul_precision(before)
+        usual_settings()
     assert_same(values(params), [frame(3, 12, 4, dtype=torch.float32).detach()])
 
 
+@compiles
 def test_compiling_points_of_other_manifolds_is_refused():
     sphere = geoopt.Sphere()
     p = geoopt.ManifoldParameter(nn.functional.normalize(torch.ones(3, 4), dim=-1), manifold=sphere)
     optimizer = optimizer_of([p])
     with pytest.raises(RuntimeError, match="points on \\['Sphere'\\]"):
         drive(optimizer, [p], range(1), torch.compile(optimizer.step, backend="eager"))
+
+
+def test_compiling_the_step_under_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(checks, "COMPILING_FROM", "99")
+    params = [frame(3, 12, 4, dtype=torch.float32)]
+    optimizer = optimizer_of(params)
+    with pytest.raises(RuntimeError, match=r"rule: torch.compile follows the step from torch 99 on; found torch 2"):
+        drive(optimizer, params, range(1), torch.compile(optimizer.step, backend="eager"))

@@ -5,7 +5,17 @@ import math
 import geoopt
 import pytest
 import torch
-from frame_parameters import as_frame, assert_same, drive, entries, frame, give_gradients, mixed, optimizer_of, values
+from support.frame_parameters import (
+    as_frame,
+    assert_same,
+    drive,
+    entries,
+    frame,
+    give_gradients,
+    mixed,
+    optimizer_of,
+    values,
+)
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -56,7 +66,7 @@ def test_settings_on_the_edge_of_their_range_are_taken(option):
     assert all(p.isfinite().all() for p in params)
 
 
-@pytest.mark.parametrize("unknown", ["amsgrad", "momentum", "fused", "differentiable", "trust_ratio"])
+@pytest.mark.parametrize("unknown", ["amsgrad", "momentum", "differentiable", "trust_ratio"])
 def test_option_that_would_have_no_effect_is_refused(unknown):
     with pytest.raises(TypeError, match=unknown):
         ScaleFreeRiemannianAdam(mixed(), **{unknown: True})
@@ -90,7 +100,7 @@ def test_set_of_parameters_is_refused():
         optimizer.add_param_group({"params": {frame(12, 4)}})
 
 
-def test_duplicate_within_a_group_is_refused():
+def test_duplicate_within_a_group_is_warned_of_as_torch_does():
     p = frame(12, 4)
     with pytest.warns(UserWarning, match="duplicate"):
         ScaleFreeRiemannianAdam([p, p])

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     SHAPES,
     as_frame,
     assert_same,
@@ -88,7 +88,7 @@ def test_other_number_of_parameters_is_refused():
         optimizer.load_state_dict(optimizer_of(mixed()[:3]).state_dict())
 
 
-def test_state_loads_into_parameters_of_another_precision():
+def test_state_of_parameters_of_another_precision_is_refused():
     params, halves = mixed(torch.float32), mixed(torch.bfloat16)
     one, other = optimizer_of(params), optimizer_of(halves)
     drive(one, params, range(3))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_close,
     assert_same,
     drive,
@@ -226,7 +226,7 @@ def test_step_is_never_longer_than_the_trust_radius(lr, scale, radius):
     # the polar retraction of a step ξ of length Δ moves a frame by Δ at the most
     moved = torch.linalg.matrix_norm(p.detach() - before)
     wanted = lr * math.sqrt(12 * 4)
-    assert (moved <= min(radius, wanted) * (1 + 1e-9)).all()
+    assert (moved <= min(radius, wanted) * (1 + 1e-9) + 1e-14).all()  # and the rounding of W
     assert (moved >= 0.7 * min(radius, wanted)).all() or wanted < 1e-9
     assert bool(optimizer.state[p]["capped"].all()) == (wanted > radius)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_same,
     drive,
     frame,
@@ -13,20 +13,26 @@ from frame_parameters import (
     values,
     worst_defect,
 )
+from support.matmul_settings import SETTINGS, needs_fp32_precision, read, settings, usual_settings, write
 
 from stiefel_geo import stiefel
+from stiefel_geo.optim import batching
 
 PRECISIONS = ["highest", "high", "medium"]
-BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
 
 @pytest.fixture(autouse=True)
-def _restored():
-    before, backends = torch.get_float32_matmul_precision(), [backend.fp32_precision for backend in BACKENDS]
+def _usual():
     yield
-    torch.set_float32_matmul_precision(before)
-    for backend, precision in zip(BACKENDS, backends, strict=True):
-        backend.fp32_precision = precision
+    usual_settings()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The settings under which the step's products ran."""
+    found, usual = [], batching.step_
+    monkeypatch.setattr(batching, "step_", lambda *args: (found.append(settings()), usual(*args)))
+    return found
 
 
 def run(steps=20):
@@ -35,11 +41,47 @@ def run(steps=20):
     return params
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_products_of_the_step_are_in_full_precision_and_the_two_interfaces_of_torch_agree(name, seen):
+    SETTINGS[name]()
+    run(2)
+    assert [(each["legacy"], each["allow_tf32"], each["full"]) for each in seen] == [("highest", False, True)] * 2
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_step_leaves_the_settings_as_the_caller_made_them(name):
+    SETTINGS[name]()
+    before = settings()
+    run(2)
+    assert settings() == before
+    assert not before["full"]
+
+
+@needs_fp32_precision
+@pytest.mark.parametrize("backend", ["generic", "cuda"])
+def test_a_setting_that_follows_another_one_follows_it_after_the_step_too(backend):
+    write(backend, "all", "tf32")
+    run(1)
+    write(backend, "all", "ieee")
+    assert read("cuda", "matmul") == "ieee"
+
+
+@needs_fp32_precision
+def test_a_setting_equal_to_the_one_it_would_follow_stays_its_own():
+    write("generic", "all", "tf32")
+    write("cuda", "matmul", "tf32")
+    run(1)
+    write("generic", "all", "ieee")
+    assert read("cuda", "matmul") == "tf32"
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_matmul_precision_does_not_reach_the_step(precision):
+def test_matmul_precision_does_not_reach_the_step(precision, seen):
     usual = values(run())
     torch.set_float32_matmul_precision(precision)
     assert_same(values(run()), usual)
+    assert settings()["legacy"] == precision
+    assert {each["legacy"] for each in seen} == {"highest"}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -55,25 +97,16 @@ def test_autocast_does_not_reach_the_step(dtype):
         assert_same(values(run()), usual)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_step_leaves_the_settings_as_the_caller_made_them(precision):
-    torch.set_float32_matmul_precision(precision)
-    before = [backend.fp32_precision for backend in BACKENDS]
-    run(2)
-    assert torch.get_float32_matmul_precision() == precision
-    assert [backend.fp32_precision for backend in BACKENDS] == before
-
-
 def test_settings_come_back_after_an_error_within_the_step(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("stop")
 
     torch.set_float32_matmul_precision("medium")
-    before = [backend.fp32_precision for backend in BACKENDS]
-    monkeypatch.setattr("stiefel_geo.batching.update_", fail)
+    before = settings()
+    monkeypatch.setattr(batching, "step_", fail)
     with pytest.raises(RuntimeError, match="stop"):
         run(1)
-    assert [backend.fp32_precision for backend in BACKENDS] == before
+    assert settings() == before
 
 
 def test_step_within_inference_of_gradients_records_no_graph():

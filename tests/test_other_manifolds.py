@@ -5,7 +5,7 @@ import math
 import geoopt
 import pytest
 import torch
-from frame_parameters import (
+from support.frame_parameters import (
     assert_close,
     assert_same,
     drive,

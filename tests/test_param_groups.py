@@ -9,15 +9,15 @@ from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import nn
 
 import stiefel_geo
+from stiefel_geo.attention.patching import cores
 from stiefel_geo.groups import scale_lr_
-from stiefel_geo.patching import cores
+from stiefel_geo.integrations.coverage import Timm
 
 ARCHITECTURES = ("vit_tiny_patch16_224", "beit_base_patch16_224", "cait_xxs24_224")
 
 
 def build(name: str = ARCHITECTURES[0]) -> nn.Module:
-    with torch.device("meta"):
-        return timm.create_model(name)
+    return Timm().build(name)  # on the meta device
 
 
 def by_parameter(groups: list[dict[str, Any]], *keys: str) -> dict[int, tuple[Any, ...]]:
@@ -28,7 +28,9 @@ def by_parameter(groups: list[dict[str, Any]], *keys: str) -> dict[int, tuple[An
 def test_an_unpatched_model_gets_the_decay_that_timm_gives_it(name):
     model = build(name)
     ours = by_parameter(stiefel_geo.param_groups(model, 0.05), "weight_decay")
-    assert ours == by_parameter(param_groups_weight_decay(model, 0.05, True, model.no_weight_decay()), "weight_decay")
+    assert ours == by_parameter(
+        param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay()), "weight_decay"
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -110,3 +112,33 @@ def test_scale_lr_moves_the_scales_into_the_learning_rates():
     lrs = {group["name"]: group["lr"] for group in optimizer.param_groups}
     assert (lrs["layer 13 undecayed"], lrs["layer 12 undecayed"]) == (0.8, 0.4)
     assert not any("lr_scale" in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_frame_lr_scale_multiplies_the_lr_of_frames_alone(layer_decay):
+    model = build()
+    stiefel_geo.patch(model)
+    usual = by_parameter(stiefel_geo.param_groups(model, 0.05, layer_decay=layer_decay), "name", "lr_scale")
+    raised = stiefel_geo.param_groups(model, 0.05, layer_decay=layer_decay, frame_lr_scale=10.0)
+    frames = {id(p) for _, p in stiefel_geo.frames(model)}
+    for key, (name, scale) in by_parameter(raised, "name", "lr_scale").items():
+        assert (name, scale) == (usual[key][0], (usual[key][1] or 1.0) * (10.0 if key in frames else 1.0))
+
+
+def test_a_step_before_the_lr_of_frames_is_scaled_is_refused():
+    model = timm.create_model(ARCHITECTURES[0], img_size=32, patch_size=16, embed_dim=24, depth=1, num_heads=3)
+    stiefel_geo.patch(model)
+    groups = stiefel_geo.param_groups(model, 0.05, frame_lr_scale=10.0)
+    optimizer = stiefel_geo.ScaleFreeRiemannianAdam(groups, lr=1e-3)
+    model(torch.ones(2, 3, 32, 32)).square().sum().backward()
+    with pytest.raises(RuntimeError, match="multiplies lr by each group's lr_scale"):
+        optimizer.step()
+    scale_lr_(optimizer)
+    optimizer.step()
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups}["frames"] == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_frame_lr_scale_that_is_no_positive_number_is_refused(scale):
+    with pytest.raises(ValueError, match="frame_lr_scale must be above 0 and finite; got"):
+        stiefel_geo.param_groups(build(), 0.05, frame_lr_scale=scale)

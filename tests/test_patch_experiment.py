@@ -1,42 +1,48 @@
-"""examples/cifar10_patches.py: what makes a pair a pair, and that the stages are made once and in order."""
+"""examples/experiments/patches.py: what makes a pair a pair, and that the stages are made once and in order."""
 
 import pytest
 import torch
-from evidence_scripts import cifar10_patches, frame_steps, harness, patch_stages, patch_training, patch_transformer
+from support.evidence_scripts import frame_steps, harness, patch_stages, patch_training, patch_transformer, patches
 
-TINY = ["--images", "48", "--steps", "16", "--batch-size", "16", "--width", "16", "--depth", "1", "--heads", "2"]
+TINY = ["--side", "16", "--batch-size", "16", "--width", "16", "--depth", "1", "--heads", "2", "--no-bf16"]
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     """The folder of a finished --smoke."""
     folder = tmp_path_factory.mktemp("smoke")
-    assert cifar10_patches.main(["--smoke", "--out", str(folder / "runs.jsonl"), "--work", str(folder)]) == 0
+    assert patches.main(["--smoke", "--out", str(folder / "runs.jsonl"), "--work", str(folder)]) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def pixels(smoke):
-    return cifar10_patches.load_pixels(cifar10_patches.parser().parse_args(["--work", str(smoke)]))
+    return patches.load_pixels(patches.parser().parse_args(["--work", str(smoke)]))
 
 
 def config(arm="scale_free", **changes):
-    args = cifar10_patches.parser().parse_args(TINY)
-    return {**patch_stages.base(args), "arm": arm, "seed": 0, "lr": 1e-3, **changes}
+    args = patches.parser().parse_args(TINY)
+    return {**patch_stages.one(patch_stages.base(args), arm, 1e-3, 1, 0, 48), "steps": 16, **changes}
 
 
 def test_smoke_runs_every_arm_and_a_second_call_adds_nothing(smoke):
     out = smoke / "runs.jsonl"
     records = harness.read_records(out)
-    assert {record["config"]["arm"] for record in records} == set(frame_steps.ARMS)
+    assert {record["config"]["arm"] for record in records} >= set(frame_steps.ARMS) - {"pogo"}
     before = out.read_bytes()
-    cifar10_patches.main(["--smoke", "--out", str(out), "--work", str(smoke)])
+    patches.main(["--smoke", "--out", str(out), "--work", str(smoke)])
     assert out.read_bytes() == before
 
 
 def test_frames_stay_orthonormal_in_every_arm_on_the_manifold(smoke):
     defects = {r["config"]["arm"]: r["defect"] for r in harness.read_records(smoke / "runs.jsonl")}
-    assert max(defects[arm] for arm in frame_steps.ON_MANIFOLD) < 1e-5 < defects["adamw"]
+    assert max(defects[arm] for arm in defects if arm in frame_steps.ON_MANIFOLD) < 1e-5 < defects["adamw"]
+
+
+def test_tuning_runs_see_validation_images_alone_and_paired_runs_test_images_alone(smoke):
+    for record in harness.read_records(smoke / "runs.jsonl"):
+        tunes = record["config"]["seed"] >= patch_training.FIRST_GRID_SEED
+        assert ("val_accuracy" in record, "test_accuracy" in record) == (tunes, not tunes)
 
 
 def test_arms_of_a_pair_start_from_the_same_model():
@@ -83,26 +89,51 @@ def test_a_run_is_the_same_again(pixels):
     assert once == again
 
 
-def test_learning_rate_is_chosen_on_validation_images_of_the_grids_seeds():
-    common = {"images": 5}
-    found = [(1e-3, 100, 0.4), (3e-3, 100, 0.5), (1e-2, 100, 0.3), (1e-2, 0, 0.9), (1e-3, 101, 0.7)]
-    records = [
-        {"config": {**common, "arm": "adamw", "lr": lr, "seed": seed}, "val_accuracy": val, "test_accuracy": 1 - val}
-        for lr, seed, val in found
-    ]
-    assert patch_stages.chosen_lr(records, common) == {"adamw": 1e-3}
-    assert patch_stages.chosen_lr(records, {"images": 6}) == {}
+def tuned(arm, lr, k, accuracy, seed=patch_training.FIRST_GRID_SEED, images=4000):
+    run = patch_stages.one({"batch": 64, "width": 64}, arm, lr, k, seed, images)
+    return {"config": run, "val_accuracy": accuracy}
 
 
-def test_stages_hold_what_the_report_needs():
-    common = {"images": 4000, "decay": 0.05, "steps": 300}
-    lr = dict.fromkeys(frame_steps.ARMS, 1e-3)
-    arms = [run["arm"] for run in patch_stages.arms_stage(common, lr)]
-    counts = {arm: arms.count(arm) for arm in arms}
-    assert counts == {**dict.fromkeys(frame_steps.ARMS, 5), "adamw": 12, "scale_free": 12}
-    cells = [(run["decay"], run["images"], run["arm"]) for run in patch_stages.sweep_stage(common, lr)]
-    assert set(map(cells.count, cells)) == {3}
-    assert {decay for decay, _, _ in cells} == {0.0, 0.05, 0.3, 1.0}
+def test_learning_rates_are_chosen_on_validation_images_of_the_tuning_seed():
+    common = {"batch": 64, "width": 64}
+    found = [tuned("adamw", 1e-3, 1, 0.4), tuned("adamw", 1e-3, 3, 0.5), tuned("adamw", 3e-3, 1, 0.6),
+             tuned("adamw", 3e-3, 3, 0.9, seed=0), tuned("scale_free", 3e-3, 10, 0.9)]  # fmt: skip
+    assert patch_stages.best(found, common, 4000, "adamw") == (3e-3, 1)
+    assert patch_stages.best(found, common, 16_000, "adamw") == (3e-3, 1)  # nothing tuned there: the size below
+    more = [*found, tuned("adamw", 1e-3, 30, 0.1, images=16_000)]
+    assert patch_stages.best(more, common, 16_000, "adamw") == (1e-3, 30)
+    assert patch_stages.best(found, {**common, "width": 32}, 4000, "adamw") is None
+    with pytest.raises(SystemExit, match="must be tuned before"):
+        patch_stages.chosen(found, common, 4000, "muon")
+
+
+def test_stages_hold_the_pairs_that_the_report_needs():
+    common = {"batch": 64}
+    arms = ("frozen", *patch_stages.TUNED)
+    found = [tuned(arm, 3e-3, 3 if arm == "scale_free" else 1, 0.5, images=n) for arm in arms for n in (4000, 16_000)]
+    runs = {name: list(stage(common, found)) for name, stage in patch_stages.STAGES.items()}
+    cells = [(run["arm"], run["k"]) for run in runs["all_pairs"]]
+    assert {cell: cells.count(cell) for cell in cells} == {
+        ("scale_free", 3): 12, ("adamw", 3): 12, ("adamw", 1): 12, ("frozen", 1): 5
+    }  # fmt: skip
+    assert {run["arm"] for run in runs["arms"]} == set(frame_steps.ARMS) - {"adamw", "scale_free", "frozen"}
+    for name, planned in runs.items():
+        tunes = [run["seed"] >= patch_training.FIRST_GRID_SEED for run in planned]
+        assert all(tunes) if name in ("screen", "tune", "tune_many") else not any(tunes)
+        assert all(run["steps"] == 8 * run["images"] // 64 for run in planned)
+
+
+def test_fixed_positions_are_not_trained_and_differ_from_patch_to_patch():
+    position = patch_transformer.positions("sin-cos", 4, 16)
+    assert not position.requires_grad
+    assert position.shape == (1, 16, 16)
+    assert len(torch.unique(position[0], dim=0)) == 16
+
+
+@pytest.mark.slow
+def test_compiled_bfloat16_products_learn_what_float32_learns(pixels):
+    plain, fast = (patch_training.run(config(images=1000, steps=200, lr=2e-2, bf16=b), pixels, "cpu") for b in (0, 1))
+    assert fast["test_accuracy"] == pytest.approx(plain["test_accuracy"], abs=0.05)
 
 
 def test_gain_scales_the_logits_alone():

@@ -3,16 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-from patch_cases import randomise_, small_vit
+from support.patch_cases import randomise_, small_vit
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import stiefel_geo
 from stiefel_geo import diagnostics
-from stiefel_geo.carrying import plan_of
-from stiefel_geo.integrations.timm_attention import register_attention
-from stiefel_geo.layouts import Layout, LayoutError
-from stiefel_geo.patching import unpatched
+from stiefel_geo.attention.layouts import Layout, LayoutError
+from stiefel_geo.attention.patching import unpatched
+from stiefel_geo.attention.projections import projections_of
 
 
 class Split(nn.Module):
@@ -23,14 +22,17 @@ class Split(nn.Module):
         self.heads, self.qk = heads, projection
 
 
-register_attention(Split, Layout({"qk": "(q k)"}, heads="heads", plain=False))
+stiefel_geo.register_attention(Split, Layout({"qk": "(q k)"}, heads="heads"))
 
 REASONS = {
     "no projection": (lambda: Split(None), "none of the projections qk"),
     "3×3 convolution": (lambda: Split(nn.Conv2d(16, 16, 3)), "not 1×1 in one group"),
     "grouped convolution": (lambda: Split(nn.Conv2d(16, 16, 1, groups=2)), "not 1×1 in one group"),
     "wide heads": (lambda: Split(nn.Linear(4, 32)), "8 rows of 4 columns; a frame needs d ≥ r"),
-    "uneven heads": (lambda: Split(nn.Linear(16, 32), heads=3), "32 rows do not divide into 3 heads"),
+    "uneven heads": (
+        lambda: Split(nn.Linear(16, 32), heads=3),
+        "32 rows of {'q': 3, 'k': 3, 'v': 3} heads do not divide into 3 equal groups",
+    ),
     "buffer": (lambda: Split(without_parameter(nn.Linear(16, 32))), "holds its weight as Tensor"),
 }
 
@@ -63,7 +65,7 @@ def test_diagnostics_pass_over_attention_that_cannot_be_patched() -> None:
 
 def test_class_without_a_layout_has_no_plan() -> None:
     with pytest.raises(LayoutError, match="no layout is registered"):
-        plan_of(nn.Linear(2, 2))
+        projections_of(nn.Linear(2, 2))
 
 
 def test_model_that_is_wrapped_in_ddp_already_is_refused() -> None:
@@ -82,7 +84,7 @@ def test_projections_rebuilt_beyond_recognition_stay_plain_with_a_warning() -> N
     model = small_vit()
     stiefel_geo.patch(model)
     attention = model.blocks[0].attn
-    with pytest.warns(RuntimeWarning, match="were rebuilt and are plain now"), unpatched(model):
+    with pytest.warns(RuntimeWarning, match="was rebuilt and is plain now"), unpatched(model):
         attention.qkv = nn.Linear(32, 95)
     assert {name.split(".")[1] for name, _ in stiefel_geo.frames(model)} == {"1"}
 

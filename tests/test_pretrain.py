@@ -1,12 +1,12 @@
-"""examples/pretrain.py, and the weights that it left in the repository."""
+"""examples/small_vit/pretrain.py, and the weights that it left in the repository."""
 
 import json
 
 import pytest
 import safetensors.torch
 import torch
-from example_scripts import SHARED, needs_shared, pretrain, small_vit
-from image_folders import write_tar
+from support.example_scripts import SHARED, needs_shared, pretrain, small_vit
+from support.image_folders import write_tar
 
 # timm's tar reader leaves its file to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import SHAPES, frame, gradients, matrices, twins
+from support.cases import SHAPES, frame, gradients, matrices, twins
 
 from stiefel_geo import ScaleFreeRiemannianAdam, stiefel
-from stiefel_geo.step import largest_ratio
+from stiefel_geo.optim.bounds import largest_ratio
 
 SETTINGS = [
     {"lr": 1e-3},

@@ -4,18 +4,19 @@ import math
 
 import pytest
 import torch
-from cases import frame, gradients
+from support.cases import frame, gradients
 
-from stiefel_geo import ScaleFreeRiemannianAdam, step
-from stiefel_geo.step import Batch, Scalars, Settings
+from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo.optim import bounds, norms, step
+from stiefel_geo.optim.norms import Lengths
+from stiefel_geo.optim.step import Batch, Scalars, Settings
 
 EPS = torch.finfo(torch.float64).eps
 USUAL = Settings(lr=0.1, beta1=0.9, beta2=0.999, trust_radius=1.0)
 
 
 def scalars(n: int, v: float = 0.0, t: float = 0.0) -> Scalars:
-    counters = (torch.zeros(n, dtype=torch.int64) for _ in range(2))
-    return Scalars(torch.full((n,), v, dtype=torch.float64), torch.full((n,), t), *counters)
+    return Scalars(*(torch.full((n,), value, dtype=torch.float64) for value in (v, t, 0, 0)))
 
 
 def circle() -> torch.Tensor:
@@ -59,18 +60,26 @@ def test_what_is_left_beside_the_transport_counts_from_16_eps_on(excess: float, 
     theta = beta1 / (1 - beta1)
     transport_sq = (theta / 2) ** 2 * 4.0
     tangent = math.sqrt(transport_sq) * math.sqrt(1 + excess * 2.0**-40)
-    sizes = torch.tensor([[3.0], [2.0], [tangent], [5.0]], dtype=torch.float64)
-    g_sq, G_sq, m_sq = step.squares(sizes, beta1, 2.0**-40)
+    lengths = Lengths(torch.tensor([[3.0], [2.0], [tangent], [5.0]], dtype=torch.float64))
+    g_sq, m_sq, _ = norms.squares(lengths, beta1, 2.0**-40)
     assert (g_sq.item() > 0) == kept
     assert g_sq.item() == pytest.approx(excess * 2.0**-40 * transport_sq if kept else 0.0, rel=1e-3)
-    assert G_sq.item() == pytest.approx(9 / 4, rel=1e-9)
     assert m_sq.item() == 25
 
 
 def test_gradient_is_the_tangent_and_the_normal_part_together() -> None:
-    sizes = torch.tensor([[6.0], [0.0], [4.0], [1.0]], dtype=torch.float64)
-    g_sq, G_sq, m_sq = step.squares(sizes, 0.9, EPS)
-    assert [g_sq.item(), G_sq.item(), m_sq.item()] == [16, 25, 1]
+    lengths = Lengths(torch.tensor([[6.0], [0.0], [4.0], [1.0]], dtype=torch.float64))
+    g_sq, m_sq, floor = norms.squares(lengths, 0.9, EPS)
+    assert [g_sq.item(), m_sq.item(), floor.item()] == [16, 1, 25 * (16 * EPS) ** 2]
+
+
+@pytest.mark.parametrize("broken", ["normal", "tangent"])
+@pytest.mark.parametrize("size", [math.nan, math.inf, 1e160])
+def test_gradient_is_finite_while_its_square_is(broken: str, size: float) -> None:
+    rows = torch.ones(4, 2, dtype=torch.float64)
+    rows[("normal", "transport", "tangent", "momentum").index(broken), 1] = size
+    *_, floor = norms.squares(Lengths(rows), 0.9, EPS)
+    assert norms.is_finite(floor).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -83,7 +92,7 @@ def test_norms_between_1e_16_and_1e16_are_ordinary(size: float, ordinary: bool, 
     Y = X[:1].clone()
     Y[0, 0, 0] = size
     for stacks in [(X, Y), (Y, X), (Y,)]:
-        sizes, known = step.norms(*stacks)
+        sizes, known = norms.frobenius(*stacks)
         assert known == ordinary
         assert sizes.double() == pytest.approx([v for Z in stacks for v in Z[:, 0, 0].double().tolist()], rel=1e-6)
 
@@ -92,7 +101,7 @@ def test_norms_between_1e_16_and_1e16_are_ordinary(size: float, ordinary: bool, 
 def test_norms_that_are_not_finite_are_not_ordinary(broken: float) -> None:
     X = torch.ones(3, 4, 2)
     X[1, 2, 1] = broken
-    sizes, ordinary = step.norms(X)
+    sizes, ordinary = norms.frobenius(X)
     assert not ordinary
     assert torch.isfinite(sizes).tolist() == [True, False, True]
     assert sizes[0].item() == pytest.approx(math.sqrt(8))
@@ -101,20 +110,20 @@ def test_norms_that_are_not_finite_are_not_ordinary(broken: float) -> None:
 @pytest.mark.parametrize("exponent", [-149, -140, -127, -126, -125, -80, 0, 80, 120])
 def test_scaled_norms_are_exact_at_every_size_of_float32(exponent: int) -> None:
     X = torch.tensor([[[3.0, 0.0], [0.0, -4.0]], [[0.0, 0.0], [0.0, 0.0]]]) * torch.tensor(2.0) ** exponent
-    assert step._scaled_norms(X).tolist() == [5 * 2.0**exponent, 0]
+    assert norms._scaled(X).tolist() == [5 * 2.0**exponent, 0]
 
 
 def test_reads_are_free_on_a_cpu_outside_of_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert step._reads_are_free(torch.zeros(1))
-    assert not step._reads_are_free(torch.zeros(1, device="meta"))
+    assert bounds.reads_are_free(torch.zeros(1))
+    assert not bounds.reads_are_free(torch.zeros(1, device="meta"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not step._reads_are_free(torch.zeros(1))
-    assert not step.norms(torch.ones(1, 2, 2))[1]
+    assert not bounds.reads_are_free(torch.zeros(1))
+    assert not norms.frobenius(torch.ones(1, 2, 2))[1]
 
 
 def test_norms_without_reads_are_float64_and_of_unknown_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_reads_are_free", lambda X: False)
-    sizes, ordinary = step.norms(torch.full((1, 2, 2), 1e-30), torch.ones(2, 3, 3))
+    monkeypatch.setattr(norms, "reads_are_free", lambda X: False)
+    sizes, ordinary = norms.frobenius(torch.full((1, 2, 2), 1e-30), torch.ones(2, 3, 3))
     assert sizes.dtype == torch.float64
     assert sizes.tolist() == pytest.approx([2e-30, 3, 3])
     assert not ordinary
@@ -125,37 +134,54 @@ def test_norms_without_reads_are_float64_and_of_unknown_kind(monkeypatch: pytest
     [(0, 2**-7), (2**-8, 2**-7), (2**-7, 2**-7), (0.0079, 2**-6), (0.25, 0.25), (0.26, 0.5), (3, 4)],
 )
 def test_bound_is_the_longest_step_rounded_up_to_a_power_of_two(length: float, bound: float) -> None:
-    assert step.longest_step(torch.tensor([length / 2, length], dtype=torch.float64), 12, USUAL) == bound
+    a, m = torch.tensor([0.5, 2.0], dtype=torch.float64), torch.tensor([length, length / 2], dtype=torch.float64)
+    assert step.longest_step(a, m, 12, USUAL) == bound
 
 
-def test_bound_without_reads_is_the_trust_radius_or_the_longest_step_of_lr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_reads_are_free", lambda X: False)
-    length = torch.tensor([1e-3])
-    assert step.longest_step(length, 12, USUAL._replace(trust_radius=0.3)) == 0.5
-    free = USUAL._replace(trust_radius=math.inf, beta1=0.0, beta2=0.0)
-    assert step.longest_step(length, 16, free) == 0.5  # 0.1·√16
-    assert step.longest_step(length, 256, free) == 2
+def test_bound_of_the_host_is_the_longest_step_that_lr_allows_within_the_trust_radius() -> None:
+    none = (0.0, 0.0)  # without memory a step has the length lr·√(d·r)
+    assert bounds.step_bound(0.1, none, math.inf, 16) == pytest.approx(0.4)
+    assert bounds.step_bound(0.1, none, 0.3, 16) == 0.3
+    assert bounds.step_bound(0.1, none, 0.5, 16) == pytest.approx(0.4)
+    assert bounds.step_bound(0.1, (0.9, 0.999), math.inf, 16) == pytest.approx(0.4 * bounds.largest_ratio(0.9, 0.999))
+    assert bounds.step_bound(0.1, (0.9, 0.5), 2.0, 16) == 2.0  # no lr bounds old momentum
+    assert bounds.step_bound(0.0, (0.9, 0.5), 2.0, 16) == 0.0
+
+
+def test_bound_of_the_host_is_the_trust_radius_where_lr_is_unknown_or_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert bounds.step_bound(None, (0.9, 0.999), 1.0, 16) == 1.0
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert bounds.step_bound(1e-6, (0.9, 0.999), 1.0, 16) == 1.0
+    assert bounds.step_bound(0.1, (0.0, 0.0), math.inf, 16) == pytest.approx(0.4)
+
+
+def test_a_device_takes_the_bound_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "reads_are_free", lambda X: False)
+    one = torch.ones(1, dtype=torch.float64)
+    settings = USUAL._replace(beta1=0.0, beta2=0.0)
+    assert step.longest_step(one, one, 4, settings._replace(largest_lr=0.1)) == 0.25
+    assert step.longest_step(one, one, 4, settings._replace(largest_lr=None)) == 1.0
 
 
 def test_only_steps_longer_than_the_trust_radius_are_shortened_and_counted() -> None:
-    kept = scalars(3)
-    factor, length = torch.tensor([2.0, 2.0, 2.0]), torch.tensor([0.25, 0.5, 1.0])
-    shorter, capped = step.cap_(kept, factor, length, 0.5)
-    assert shorter.tolist() == [2, 2, 1]
-    assert capped.tolist() == [0.25, 0.5, 0.5]
-    assert kept.capped.tolist() == [0, 0, 1]
+    kept = scalars(4)
+    a, m = torch.tensor([2.0, 2.0, 2.0, 0.0]), torch.tensor([0.125, 0.25, 0.5, 0.0])
+    assert step.cap_(kept, a, m, 0.5).tolist() == [2, 2, 1, 0]
+    assert kept.capped.tolist() == [0, 0, 1, 0]
 
 
-def test_step_factor_is_the_formula() -> None:
+def test_step_scale_is_the_formula() -> None:
     kept = scalars(1, v=0.004, t=3)
     expected = 0.1 / ((1 - 0.9**3) * math.sqrt(0.004 / (1 - 0.999**3)))
-    assert step.step_factor(kept, USUAL).item() == pytest.approx(expected, rel=1e-14)
+    assert step.step_scale(kept, USUAL).item() == pytest.approx(expected, rel=1e-14)
 
 
 def test_second_moment_and_counters_follow_finite_gradients_alone() -> None:
     kept = scalars(2, v=1.0, t=4)
-    finite = step.advance_second_moment_(kept, torch.tensor([3.0, math.inf], dtype=torch.float64), USUAL)
-    assert finite.tolist() == [True, False]
+    finite = torch.tensor([True, False])
+    step.advance_second_moment_(kept, torch.tensor([3.0, 0.0], dtype=torch.float64), finite, 0.999)
     assert kept.exp_avg_sq.tolist() == pytest.approx([1.002, 1], rel=1e-14)
     assert kept.step.tolist() == [5, 4]
     assert kept.skipped.tolist() == [0, 1]
@@ -180,23 +206,21 @@ def test_parts_of_a_stack_are_views_and_a_single_one_is_the_stack() -> None:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """What every call of `move_` was given."""
+    """What every call of `retract_` was given."""
     seen: list[dict] = []
-    usual = step.move_
+    usual = step.retract_
 
-    def watched(batch: Batch, scale: torch.Tensor, bound: float, Y: torch.Tensor, *, all_move: bool) -> None:
-        seen.append(
-            {"dtype": scale.dtype, "bound": bound, "all_move": all_move, "n": scale.shape[0], "at": Y.data_ptr()}
-        )
-        usual(batch, scale, bound, Y, all_move=all_move)
+    def watched(batch: Batch, Y: torch.Tensor, bound: float, rest: torch.Tensor | None) -> None:
+        seen.append({"dtype": Y.dtype, "bound": bound, "all_move": rest is None, "n": len(Y), "at": Y.data_ptr()})
+        usual(batch, Y, bound, rest)
 
-    monkeypatch.setattr(step, "move_", watched)
+    monkeypatch.setattr(step, "retract_", watched)
     return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_batches_move_in_their_own_precision_and_in_one_workspace(moves: list[dict], dtype: torch.dtype) -> None:
-    step.update_([batch(1, dtype=dtype), batch(2, 1, dtype=dtype), batch(2, dtype=dtype)], scalars(6), USUAL)
+    step.step_([batch(1, dtype=dtype), batch(2, 1, dtype=dtype), batch(2, dtype=dtype)], scalars(6), USUAL)
     assert [call["n"] for call in moves] == [1, 3, 2]
     assert {call["dtype"] for call in moves} == {dtype}
     assert len({call["at"] for call in moves}) == 1
@@ -208,16 +232,16 @@ def test_frames_at_rest_are_looked_for_only_where_there_may_be_one(
 ) -> None:
     resting = batch(2)
     resting.G[0][1] = 0
-    step.update_([resting], scalars(2), USUAL)
-    monkeypatch.setattr(step, "_reads_are_free", lambda X: False)
-    step.update_([batch(2)], scalars(2), USUAL)
+    step.step_([resting], scalars(2), USUAL)
+    monkeypatch.setattr(step, "reads_are_free", lambda X: False)
+    step.step_([batch(2)], scalars(2), USUAL)
     assert [call["all_move"] for call in moves] == [False, False]
 
 
 def test_settings_descend_unless_told_to_climb() -> None:
     down, up = batch(1), batch(1)
-    step.update_([down], scalars(1), USUAL)
-    step.update_([up], scalars(1), USUAL._replace(maximize=True))
+    step.step_([down], scalars(1), USUAL)
+    step.step_([up], scalars(1), USUAL._replace(maximize=True))
     before, G = batch(1).W[0], batch(1).G[0]
     assert ((down.W[0] - before) * G).sum() < 0 < ((up.W[0] - before) * G).sum()
 
@@ -226,14 +250,22 @@ def test_a_batch_whose_lists_do_not_fit_is_refused() -> None:
     lame = batch(1, 1)
     lame.G.pop()
     with pytest.raises(ValueError, match="zip"):
-        step.update_([lame], scalars(2), USUAL)
+        step.step_([lame], scalars(2), USUAL)
     short = batch(1, 1)
     with pytest.raises(ValueError, match="zip"):
-        step.move_(short._replace(m=short.m[:1]), torch.zeros(2, 1, 1), 1.0, torch.empty(2, 8, 2), all_move=False)
+        step.retract_(short._replace(W=short.W[:1]), torch.cat(short.W), 1.0, None)
+
+
+def test_a_batch_of_copies_leaves_the_new_frames_in_its_gradients() -> None:
+    usual, copied = batch(3), batch(3)._replace(copies=True)
+    for each in (usual, copied):
+        step.step_([each], scalars(3), USUAL)
+    assert torch.equal(copied.G[0], usual.W[0])
+    assert torch.equal(copied.m[0], usual.m[0])
 
 
 def test_gradients_are_only_read() -> None:
     given = batch(2, 1)
     before = [G.clone() for G in given.G]
-    step.update_([given], scalars(3), USUAL)
+    step.step_([given], scalars(3), USUAL)
     assert all(torch.equal(G, old) for G, old in zip(given.G, before, strict=True))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SHAPES
+from support.cases import SHAPES
 
 from stiefel_geo import stiefel
 

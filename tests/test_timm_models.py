@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-from patch_cases import VIT, images, randomise_, relative, small_vit
+from support.patch_cases import VIT, images, randomise_, relative, small_vit
 from timm.models import nextvit, xcit
 from timm.models.nextvit import NextViT
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
 import stiefel_geo
+from stiefel_geo.attention.patching import unpatched
+from stiefel_geo.attention.report import PatchReport, Skipped
 from stiefel_geo.integrations import coverage
-from stiefel_geo.patching import unpatched
-from stiefel_geo.report import PatchReport, Skipped
 
 SHARED = Path(os.environ.get("STIEFEL_GEO_SHARED", Path(__file__).parents[2] / "shared"))
 DINO = SHARED / "pretrained" / "vit_small_patch14_dinov2.fp16.safetensors"
@@ -257,7 +257,7 @@ def test_coverage_tells_a_model_without_attention_from_one_that_is_left_out() ->
 
 def test_coverage_exits_with_1_where_an_architecture_is_left_out(monkeypatch, capsys) -> None:
     left_out = coverage.Coverage("some_vit", "vit", "not at all", error="no layout")
-    monkeypatch.setattr(coverage, "cover", lambda name: left_out)
+    monkeypatch.setattr(coverage, "cover", lambda name, library: left_out)
     assert coverage.main(["--family", "test_vit"]) == 1
     assert "some_vit: no layout" in capsys.readouterr().out
 

@@ -1,31 +1,32 @@
 """timm's factory, schedulers, averages, scaler, checkpoints and recipe around a patched model."""
 
-import importlib
 import math
 from typing import ClassVar
 
 import pytest
 import timm
 import torch
-from example_scripts import EXAMPLES
+from support.tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
 from timm.layers import Attention
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.optim import create_optimizer_v2
 from timm.optim._param_groups import auto_group_layers
 from timm.scheduler import create_scheduler_v2
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler
-from tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import stiefel_geo
-import stiefel_geo.integrations.timm_optim
 from stiefel_geo import ScaleFreeRiemannianAdam
+from stiefel_geo.attention.patching import cores
 from stiefel_geo.averaging import project_frames_
 from stiefel_geo.groups import scale_lr_
-from stiefel_geo.patching import cores
+from stiefel_geo.integrations.timm_optim import register_optimizer
+from stiefel_geo.layers import layer_numbers
 
 DECAY = 0.5
+
+register_optimizer()
 
 
 def movements(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
@@ -168,21 +169,6 @@ def test_a_run_resumed_from_timms_checkpoint_is_bit_equal(tmp_path):
     assert gap(model, resumed) == gap(ema, ema_again) == 0
 
 
-def test_train_timm_is_timms_recipe_in_under_150_lines():
-    assert len((EXAMPLES / "train_timm.py").read_text().splitlines()) < 150
-
-
-def test_train_timm_ends_two_epochs_on_the_manifold(tmp_path, capsys):
-    assert importlib.import_module("train_timm").main(["--smoke", "--amp", "bfloat16", "--out", str(tmp_path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert [float(line.rpartition(" ")[2]) < 1e-5 for line in lines] == [True, True]
-
-
-def test_train_timm_without_a_checkpoint_says_so(tmp_path, capsys):
-    assert importlib.import_module("train_timm").main(["--smoke", "--resume", "--out", str(tmp_path)]) == 2
-    assert "--resume needs a checkpoint" in capsys.readouterr().err
-
-
 def test_timm_is_the_version_whose_registry_the_package_uses():
     assert timm.optim.list_optimizers("scalefree*") == ["scalefreeradam"]
 
@@ -203,7 +189,7 @@ def test_layers_of_a_model_without_groups_are_timms_own_before_the_patch() -> No
     model = Ungrouped()
     plain = auto_group_layers(model)
     stiefel_geo.patch(model)
-    found = stiefel_geo.integrations.timm_optim.layer_numbers(model)
+    found = layer_numbers(model)
     frames = {found[name] for name, _ in stiefel_geo.frames(model) if name.startswith("blocks.20.")}
     assert frames == {plain["blocks.20.qkv.weight"]}
     assert frames.isdisjoint({0, max(plain.values())})

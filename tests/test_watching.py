@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from example_scripts import finetune, run_record
+from support.example_scripts import finetune, run_record
 
 ROW = {"arm": "stiefel", "epoch": 1, "train_loss": 1.0, "test_accuracy": 0.5, "defect": 1e-6, "movement": 1e-2}
 SPECTRUM = {"spectrum_low": 0.1, "spectrum_median": 1.0, "spectrum_high": 3.0}

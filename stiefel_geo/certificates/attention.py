@@ -15,7 +15,7 @@ def attention(case: Case, generator: torch.Generator, **options: Any) -> Layer:
     """timm's `Attention` of width d with heads of width r, float64, its weights drawn from `generator`."""
     from timm.layers.attention import Attention  # here, so that importing stiefel_geo does not import timm
 
-    layer = Attention(case.d, num_heads=case.d // case.r, dtype=torch.float64, **options)
+    layer = Attention(case.d, num_heads=case.d // case.r, **options).double()
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(gaussian(*p.shape, generator=generator) / case.d**0.5)

@@ -16,8 +16,8 @@ import copy
 import torch
 from torch import Tensor
 
+from ..attention.patching import patch
 from ..manifold import PolarStiefel
-from ..patching import patch
 from ..stiefel import random_frame
 from .attention import Layer, attention, backward, data, heads
 from .certificate import Case, Certificate

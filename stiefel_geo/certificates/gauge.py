@@ -8,8 +8,8 @@ So for every B ∈ R^{r×r}, and for pure frames every skew B,
 the loss never pushes along the orbit, so a method gains nothing by removing the gauge. AdamW moves along it
 nevertheless, by its element-wise division; frames by the difference of two scalars alone, a query's and a key's:
 the share of their first step along the orbit is ½‖S‖·|1/‖g_Q‖ − 1/‖g_K‖|, S = skew(W_QᵀG_Q), g = P_W(G).
-Under the canonical factorisation W_Q = U√Σ, W_K = V√Σ with distinct core values, signs and permutations are all
-that is left of the gauge.
+In the SVD gauge, W_Q W_Kᵀ = UΣVᵀ, W_Q = U√Σ, W_K = V√Σ with distinct singular values, signs and permutations are
+all that is left of it.
 
 Proof. Differentiate the constant loss(W_Q e^{tB}, W_K e^{−tBᵀ}) at t = 0; frames stay frames under A ∈ O(r), that
 is for skew B. There it says skew(W_KᵀG_K) = −S, so first steps −ℓg/‖g‖ of equal length ℓ have the part
@@ -19,9 +19,9 @@ A is orthogonal and AᵀΣA diagonal, for distinct values a signed permutation.
 (While training, query and key have a core each, so that scaling one up and the other down remains as well.)
 
 Checked here. A timm `Attention`, B running over the elementary matrices (their skew parts, for frames); the share of
-one step that lies along the orbit, without biases: AdamW's after a few steps, the frames' first; `patch` on a layer
-and on a gauge-transformed copy, which have to give the same frames; a signed permutation of those, which has to
-leave the outputs.
+one step that lies along the orbit, without biases: AdamW's after a few steps, the frames' first; a layer and a
+gauge-transformed copy put into the SVD gauge, which have to become the same; a signed permutation of that, which has
+to leave the outputs.
 """
 
 import copy
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import diagnostics
-from ..patching import cores, frames, patch
+from ..attention.patching import frames, patch
 from ..stiefel import random_frame, sym
 from .attention import Layer, attention, backward, data, heads
 from .certificate import Case, Certificate, worst
@@ -66,7 +66,7 @@ def check(
     pure = copy.deepcopy(layer)
     patch(pure, core="identity")
     without_bias = _without_bias(layer)
-    apart, turned = _canonical_forms(layer, x, spectrum(case.r), generator)
+    apart, turned = _in_svd_gauge(layer, x, spectrum(case.r), generator)
     return [
         case.at_most(6, "⟨G_Q, W_Q B⟩ − ⟨G_K, W_K Bᵀ⟩ for all B, relative", _imbalance(layer, x, y, skew=False), 1e-12),
         case.at_most(6, "the same on pure frames, for all skew B", _imbalance(pure, x, y, skew=True), 1e-12),
@@ -77,8 +77,8 @@ def check(
             _off_formula(without_bias, make, x, y),
             1e-6,
         ),
-        case.at_most(6, "canonical frames, cores, biases of W and of a gauge transform of W: apart by", apart, 1e-10),
-        case.at_most(6, "outputs after a signed permutation of canonical frames: changed by", turned, 1e-12),
+        case.at_most(6, "W and a gauge transform of W, biases along, in the SVD gauge: apart by", apart, 1e-10),
+        case.at_most(6, "outputs after a signed permutation in the SVD gauge: changed by", turned, 1e-12),
     ]
 
 
@@ -146,12 +146,12 @@ def _off_formula(layer: Layer, make: OptimizerFactory, x: Tensor, y: Tensor) -> 
     return float((share - S * (1 / g[0] - 1 / g[1]).abs() / 2).abs().max())
 
 
-def _canonical_forms(layer: Layer, x: Tensor, values: Tensor, generator: torch.Generator) -> tuple[float, float]:
-    """How far the canonical forms of two points of one orbit are apart, and what a signed permutation changes."""
+def _in_svd_gauge(layer: Layer, x: Tensor, values: Tensor, generator: torch.Generator) -> tuple[float, float]:
+    """How far two points of one orbit are apart in the SVD gauge, and what a signed permutation there changes."""
     first = _with_spectrum(layer, values, generator)
     second = _transformed(first, generator)
     for each in (first, second):
-        patch(each)
+        _to_svd_gauge(each)
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     apart = worst(float((p - q).detach().abs().max()) for p, q in pairs)
     with torch.no_grad():
@@ -159,6 +159,25 @@ def _canonical_forms(layer: Layer, x: Tensor, values: Tensor, generator: torch.G
         _permute(first, generator)
         turned = float((first(x) - outputs).norm() / outputs.norm())
     return apart, turned
+
+
+@torch.no_grad()
+def _to_svd_gauge(layer: Layer) -> None:
+    """W_Q W_Kᵀ = U Σ Vᵀ per head: W_Q → U√Σ = W_Q·M, W_K → V√Σ = W_K·M⁻ᵀ, biases alike, in place.
+
+    W_Q = Q₁R₁, W_K = Q₂R₂, R₁R₂ᵀ = AΣBᵀ give U = Q₁A, V = Q₂B, M = R₂ᵀBΣ^{−1/2}, M⁻ᵀ = R₁ᵀAΣ^{−1/2}: neither R is
+    inverted. Signs: the largest entry of every column of U is positive.
+    """
+    W_Q, W_K = heads(layer, layer.qkv.weight)
+    (Q_1, R_1), (_, R_2) = torch.linalg.qr(W_Q), torch.linalg.qr(W_K)
+    A, S, Bh = torch.linalg.svd(R_1 @ R_2.mT)
+    U = Q_1 @ A
+    sign = U.gather(1, U.abs().argmax(1, keepdim=True)).sign() / S.sqrt().unsqueeze(1)
+    M, M_inverse = R_2.mT @ Bh.mT * sign, R_1.mT @ A * sign
+    for rows in (layer.qkv.weight, layer.qkv.bias):
+        query, key = heads(layer, rows)
+        query.copy_(query @ M)
+        key.copy_(key @ M_inverse)
 
 
 def _with_spectrum(layer: Layer, values: Tensor, generator: torch.Generator) -> Layer:
@@ -184,12 +203,9 @@ def _transformed(layer: Layer, generator: torch.Generator) -> Layer:
 
 
 def _permute(layer: Layer, generator: torch.Generator) -> None:
-    """Permute columns of frames, cores and biases, and turn signs of frames and biases over, in place."""
+    """Permute columns of queries and keys, and turn signs over, biases along, in place."""
     order = torch.randperm(layer.head_dim, generator=generator)
     sign = torch.randint(0, 2, (layer.head_dim,), generator=generator).double() * 2 - 1
-    for _, F in frames(layer):
-        F.copy_(F[..., order] * sign)
-    for _, core in cores(layer):
-        core.copy_(core[..., order])
-    for role in heads(layer, layer.qkv.bias):
-        role.copy_(role[..., order] * sign)
+    for rows in (layer.qkv.weight, layer.qkv.bias):
+        for role in heads(layer, rows):
+            role.copy_(role[..., order] * sign)

@@ -1,0 +1,1 @@
+"""The paper's experiments; `examples/experiment.py` runs them."""

@@ -1,0 +1,1 @@
+"""The stages of validate_gpu.py, one module each, and their report."""

@@ -1,0 +1,198 @@
+"""One step of the scale-free Riemannian Adam on batches of frames, in the paper's order.
+
+    project → momentum → second moment → step → cap → retract
+
+Symbols: W the frames (n, d, r), G their Euclidean gradients, m the tangent momentum (n, d, r), v the ONE scalar
+second moment of each frame (n,), t the steps each frame has taken (n,), Δ the trust radius.
+
+    g = P_W(G) = G − W·sym(WᵀG)                           project
+    m ← P_W(β₁ m + (1−β₁) g)                              momentum; projecting at the new point transports it
+    v ← β₂ v + (1−β₂) ‖g‖²_F/(d·r)                        second moment
+    ξ = −lr · m̂/√v̂,  m̂ = m/(1−β₁ᵗ),  v̂ = v/(1−β₂ᵗ)     step, with 0/0 = 0 and no epsilon
+    ξ ← ξ·min(1, Δ/‖ξ‖_F)                                 trust region
+    W ← (W+ξ)((W+ξ)ᵀ(W+ξ))^{−1/2}                         polar retraction
+
+Source: R. D. Guerrero, "Stiefel Attention" (2026). Everything is a fixed sequence of tensor operations without
+host synchronisation on an accelerator, and scalars of a frame are float64. `literal.py` is the same without batches,
+workspaces and shared products; `norms.py` says how lengths are formed, `bounds.py` what the host knows of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..retraction import factors
+from .bounds import reads_are_free, rounded, step_bound
+from .norms import Lengths, ambient, frobenius, is_finite, squares
+
+
+class Batch(NamedTuple):
+    """n ≥ 1 frames with their gradients and momentum, of one dtype, float32 or float64.
+
+    They come in parts, contiguous (n_i, d, r), as they lie in memory: what is d×r goes through part by part,
+    what is r×r for all parts at once. Of a batch of copies, which has one part, W and G are overwritten, and the
+    new frames are left in G.
+    """
+
+    W: list[Tensor]
+    G: list[Tensor]  # read only, but for copies
+    m: list[Tensor]
+    sizes: list[int]  # n_i
+    copies: bool = False
+
+    def add(self, W: Tensor, G: Tensor, m: Tensor) -> None:
+        """Append a part."""
+        self.W.append(W)
+        self.G.append(G)
+        self.m.append(m)
+        self.sizes.append(W.shape[0])
+
+    @property
+    def n(self) -> int:
+        return sum(self.sizes)
+
+    def split(self, stack: Tensor) -> tuple[Tensor, ...]:
+        """The same parts of a stack (n, …)."""
+        return (stack,) if len(self.sizes) == 1 else stack.split_with_sizes(self.sizes)
+
+
+class Scalars(NamedTuple):
+    """What the state keeps of each frame besides its momentum, (N,) float64, for all batches in order; updated in
+    place."""
+
+    exp_avg_sq: Tensor  # v
+    step: Tensor  # t: a skipped step does not count
+    skipped: Tensor  # steps skipped because the gradient was not finite
+    capped: Tensor  # steps that the trust region shortened
+
+
+class Settings(NamedTuple):
+    """Hyper-parameters of a step; lr is the RMS change of a frame's entries per step, the unit of AdamW's lr."""
+
+    lr: float | Tensor  # a tensor has no dimension, or one entry for each frame
+    beta1: float
+    beta2: float
+    trust_radius: float
+    maximize: bool = False
+    largest_lr: float | None = None  # as far as the host knows it
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.beta1, self.beta2
+
+
+class Workspace:
+    """Memory (n, d, r) that the batches of a step use in turn, so that it stays in the caches; copies bring their own.
+
+    Tangent parts of gradients lie in it, and then W + ξ.
+    """
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        W = batches[0].W[0]
+        self.rows = W.new_empty(max(0 if batch.copies else batch.n for batch in batches), *W.shape[1:])
+
+    def tangent(self, batch: Batch) -> Tensor:
+        return batch.G[0] if batch.copies else self.rows[: batch.n]
+
+    def moved(self, batch: Batch) -> Tensor:
+        return batch.W[0] if batch.copies else self.rows[: batch.n]
+
+
+def step_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> None:
+    """One step of all frames of equal (d, r), in place.
+
+    A frame whose gradient is not finite stays as it was, state included, and is counted.
+    """
+    (_, d, r), dtype = batches[0].W[0].shape, batches[0].W[0].dtype
+    workspace = Workspace(batches)
+    lengths = momenta_(batches, settings.beta1, workspace)  # g and m
+    g_sq, m_sq, floor = squares(lengths, settings.beta1, torch.finfo(dtype).eps)
+    advance_second_moment_(scalars, g_sq / (d * r), is_finite(floor), settings.beta2)  # v
+    a = torch.where(m_sq > floor, step_scale(scalars, settings), 0.0)  # ξ = −a·m, or +a·m to ascend
+    a = cap_(scalars, a, lengths.momentum, settings.trust_radius)
+
+    bound = longest_step(a, lengths.momentum, d * r, settings)
+    a = a.clamp(max=torch.finfo(dtype).max).to(dtype)
+    all_move = reads_are_free(a) and bool((a != 0).all())
+    for batch, part in zip(batches, a[:, None, None].split_with_sizes([batch.n for batch in batches]), strict=True):
+        Y = workspace.moved(batch)
+        for W, m, length, YW in zip(batch.W, batch.m, batch.split(part), batch.split(Y), strict=True):
+            torch.addcmul(W, m, length, value=1 if settings.maximize else -1, out=YW)  # W + ξ
+        retract_(batch, Y, bound, None if all_move else part == 0)
+
+
+def momenta_(batches: Sequence[Batch], beta1: float, workspace: Workspace) -> Lengths:
+    """`momentum_` of all batches, and what it measured. Its r×r workspace is gone before they move."""
+    n, r = max(batch.n for batch in batches), batches[0].W[0].shape[-1]
+    grams = batches[0].W[0].new_empty(4, n, r, r)
+    rows = [momentum_(batch, beta1, workspace.tangent(batch), grams[:, : batch.n]) for batch in batches]
+    return Lengths((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).double())
+
+
+def momentum_(batch: Batch, beta1: float, U: Tensor, grams: Tensor) -> Tensor:
+    """m ← P_W(β₁ m + (1−β₁) g) in place, U and grams (4, n, r, r) as workspace; the rows of `Lengths`.
+
+    P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
+    product with W serves the gradient and the transport.
+    """
+    products, doubled = grams[:2], grams[2:]
+    A, B = products.unbind()
+    for W, G, m, WtG, Wtm in zip(batch.W, batch.G, batch.m, batch.split(A), batch.split(B), strict=True):
+        torch.bmm(W.mT, G, out=WtG)
+        torch.bmm(W.mT, m, out=Wtm)
+    torch.add(products, products.mT, out=doubled)  # twice the symmetric parts
+    S = torch.add(doubled[0], doubled[1], alpha=beta1 / (1 - beta1), out=A)
+    parts = batch.split(U)
+    for W, G, SW, UW in zip(batch.W, batch.G, batch.split(S), parts, strict=True):
+        torch.baddbmm(G, W, SW, alpha=-0.5, out=UW)
+    sizes, ordinary = frobenius(doubled.flatten(0, 1), U)
+    if not ordinary:
+        keep_broken_(batch, parts, sizes)
+    torch._foreach_lerp_(batch.m, parts, 1 - beta1)
+    return torch.cat([sizes, frobenius(*batch.m)[0]]).view(4, batch.n)
+
+
+def keep_broken_(batch: Batch, parts: Sequence[Tensor], sizes: Tensor) -> None:
+    """Write m over U where the gradient is not finite, so that m stays; sizes (3n,) of 2·sym(WᵀG), 2·sym(Wᵀm), U."""
+    normal, _, tangent = sizes.view(3, batch.n).square().unbind()
+    finite = is_finite(ambient(normal, tangent))[:, None, None]
+    for m, UW, whole in zip(batch.m, parts, batch.split(finite), strict=True):
+        torch.where(whole, UW, m, out=UW)
+
+
+def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, finite: Tensor, beta2: float) -> None:
+    """v ← β₂ v + (1−β₂) ‖g‖²/(d·r) and t ← t + 1 for the frames whose gradient is finite."""
+    v = scalars.exp_avg_sq
+    torch.where(finite, torch.lerp(v, mean_sq, 1 - beta2), v, out=v)
+    scalars.step.add_(finite)
+    scalars.skipped.add_(~finite)
+
+
+def step_scale(scalars: Scalars, settings: Settings) -> Tensor:
+    """a = lr/((1−β₁ᵗ)·√v̂), so that ξ = −a·m; 0 where v or t is 0."""
+    t = scalars.step
+    root = ((1 - settings.beta2**t) / scalars.exp_avg_sq).sqrt()
+    return (root / (1 - settings.beta1**t) * settings.lr).nan_to_num(nan=0.0, posinf=0.0)
+
+
+def cap_(scalars: Scalars, a: Tensor, length: Tensor, trust_radius: float) -> Tensor:
+    """Shorten steps a·m longer than Δ to Δ, and count them; `length` is that of m."""
+    longest = trust_radius / length
+    scalars.capped.add_(a > longest)
+    return torch.minimum(a, longest)
+
+
+def longest_step(a: Tensor, length: Tensor, numel: int, settings: Settings) -> float:
+    """A bound on every ‖ξ‖_F: the longest step itself where reading is free, and else what the host knows."""
+    if reads_are_free(a):
+        return rounded(float((a * length).max()))
+    return rounded(step_bound(settings.largest_lr, settings.betas, settings.trust_radius, numel))
+
+
+def retract_(batch: Batch, Y: Tensor, bound: float, rest: Tensor | None) -> None:
+    """W ← polar factor of Y = W + ξ; frames at `rest` (n, 1, 1) keep their bits."""
+    Z, C = factors(Y, bound, rest)
+    for ZW, CW, new in zip(batch.split(Z), batch.split(C), batch.G if batch.copies else batch.W, strict=True):
+        torch.bmm(ZW, CW, out=new)

@@ -1,0 +1,1 @@
+"""What several test files use: cases, the numpy reference, scripts as modules, ranks and kills."""
