@@ -6,6 +6,7 @@ Everything that is not a frame is trained by the same AdamW in every arm.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 
 import geoopt
 import torch
@@ -158,6 +159,8 @@ ON_MANIFOLD: dict[str, Build | None] = {
 # Arms whose queries and keys are plain matrices, decayed like every other matrix unless the name says not.
 PLAIN = ("adamw", "adamw_default_init", "adamw_no_decay", "muon")
 ARMS = (*PLAIN, *ON_MANIFOLD)
+# POGO is GPL, so no extra but `benchmark` installs it.
+INSTALLED = tuple(arm for arm in ARMS if arm != "pogo" or find_spec("pogo"))
 
 
 def as_arm(arm: str, frames: list[nn.Parameter], seed: int) -> list[nn.Parameter]:

@@ -10,7 +10,6 @@ goes on; so a part of the stages may be run, and later the rest.
 
 import argparse
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from finetuning.atomic_files import load_state, save_state
 from finetuning.image_data import Source, load_images
 from torch import Tensor
 
-from .frame_steps import ARMS
+from .frame_steps import INSTALLED
 from .harness import RESULTS, Config, Record, key, read_records, run_grid
 from .patch_stages import PAIRS, STAGES, base, one
 from .patch_training import FIRST_GRID_SEED, run
@@ -68,8 +67,9 @@ def parser() -> argparse.ArgumentParser:
 
 def smoke(args: argparse.Namespace) -> list[Config]:
     args.data, args.side, args.batch_size, args.width, args.depth, args.bf16 = "digits", 16, 16, 32, 1, False
-    arms = [arm for arm in ARMS if arm != "pogo" or find_spec("pogo")]
-    return [{**one(base(args), arm, 1e-3, 1, seed, 64), "steps": 8} for seed in (0, FIRST_GRID_SEED) for arm in arms]
+    return [
+        {**one(base(args), arm, 1e-3, 1, seed, 64), "steps": 8} for seed in (0, FIRST_GRID_SEED) for arm in INSTALLED
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
