@@ -22,7 +22,8 @@ def param_groups(
 
     "frames"     on the Stiefel manifold, where weight decay has no tangent part: 0
     "cores"      the singular values of queries and keys: 0, or decay would switch the attention off
-    "undecayed"  biases, norms and what the model's `no_weight_decay()` names: 0, by timm's rules
+    "undecayed"  biases, norms and what the model's `no_weight_decay()` names: 0, by timm's rules; in a model without
+                 that method also tables whose name says bias, as transformers' Trainer has it
     "decayed"    everything else: `weight_decay`
 
     With `layer_decay` each of these is split by layer, as timm groups layers (`group_matcher`), and a group has
@@ -68,7 +69,8 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _kinds(model: nn.Module, weight_decay: float) -> dict[str, str]:
     """Kind of each trained parameter by name."""
     special = {name: "frames" for name, _ in frames(model)} | {name: "cores" for name, _ in cores(model)}
-    kept = [prefix + pattern for prefix, listed in _topmost(model, "no_weight_decay") for pattern in listed()]
+    lists = dict(_topmost(model, "no_weight_decay"))
+    kept = [prefix + pattern for prefix, listed in lists.items() for pattern in listed()] if lists else ["*bias*"]
     plain = plain_names(model)
 
     def kind(name: str, p: Tensor) -> str:

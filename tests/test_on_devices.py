@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam, precision, stiefel
+from stiefel_geo.attention.parametrization import ONE_GRAPH_FROM
 from stiefel_geo.optim import batching, bounds, norms, step
 from stiefel_geo.optim.checks import COMPILING_FROM
 
@@ -242,7 +243,8 @@ def test_a_compiled_step_follows_the_eager_one(device, options):
 def test_a_compiled_model_trains_as_the_eager_one(device):
     torch._dynamo.reset()
     eager, model = tiny_vit(depth=1).to(device), tiny_vit(depth=1).to(device)
-    compiled = torch.compile(model, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    whole, backend = torch.__version__ >= ONE_GRAPH_FROM, "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(model, fullgraph=whole, backend=backend)
     for trained, running in ((eager, eager), (model, compiled)):
         optimizer = ScaleFreeRiemannianAdam(trained.parameters(), lr=1e-3)
         for index in range(3):

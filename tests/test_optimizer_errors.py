@@ -244,6 +244,17 @@ def test_layer_scales_that_nothing_applied_are_refused():
         drive(optimizer, [group["params"][0] for group in groups], range(1))
 
 
+def test_groups_whose_frames_a_wrapper_flattened_are_refused():
+    """DeepSpeed's ZeRO puts one flat tensor in the place of a group's parameters, which AdamW would move."""
+    optimizer = optimizer_of([{"params": [frame(2, 8, 4)]}, {"params": [nn.Parameter(torch.ones(3))]}])
+    flat = nn.Parameter(torch.ones(64))
+    optimizer.param_groups[0]["params"] = [flat]
+    before = flat.detach().clone()
+    with pytest.raises(RuntimeError, match=r"found none of its \d+ frames"):
+        drive(optimizer, [flat], range(1))
+    assert_same([flat], [before])
+
+
 def test_manifold_parameter_of_a_subclassed_stiefel_is_stepped_by_its_own_operations():
     """A user's own retraction is not replaced by ours without a word."""
 

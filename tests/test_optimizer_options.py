@@ -52,9 +52,14 @@ class Stream:
         return self.capturing
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"), reason="this torch asks CUDA alone"
-)
+def pretend_capture(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+    """What torch's check asks: until 2.11 torch.cuda, then the accelerator."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: Stream(capturing))
+
+
 @pytest.mark.parametrize("capturing", [True, False])
 def test_a_step_captured_without_capturable_is_refused_as_torchs_adamw_refuses_it(
     capturing: bool, monkeypatch: pytest.MonkeyPatch
@@ -63,8 +68,7 @@ def test_a_step_captured_without_capturable_is_refused_as_torchs_adamw_refuses_i
     optimizer = optimizer_of(params)
     drive(optimizer, params, range(1))
     before = values(params)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: Stream(capturing))
+    pretend_capture(monkeypatch, capturing)
     give_gradients(params, 1)
     if capturing:
         with pytest.raises(RuntimeError, match="capturable is False"):

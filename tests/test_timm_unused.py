@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import timm
 import torch
 from support.attention_case import heads
 from support.patch_cases import randomise_, relative
@@ -41,8 +42,12 @@ def test_layer_that_no_architecture_uses_keeps_its_function_head_by_head(make, s
     torch.manual_seed(0)
     layer = randomise_(make()).double().eval()
     plain, x = copy.deepcopy(layer), torch.randn(size, dtype=torch.float64)
+    try:
+        before = plain(x)
+    except RuntimeError as error:  # RotAttentionPool2d's in timm 1.0.20
+        pytest.skip(f"the layer as timm {timm.__version__} has it fails by itself: {error}")
     stiefel_geo.patch(layer)
-    assert relative(layer(x), plain(x)) < 1e-10
+    assert relative(layer(x), before) < 1e-10
     for path, spec in rows.items():
         by_hand = [part for role, part in heads(plain.get_submodule(path).weight, spec) if role in ("q", "k")]
         made_by = layer.get_submodule(path).parametrizations.weight[0]

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_a_partitioned_weight_is_refused() -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight.data = torch.empty(0)
-    with pytest.raises(ValueError, match=r"holds no whole weight but shape \(0,\); patch before partitioning"):
+    with pytest.raises(ValueError, match=r"holds no whole weight but shape \(0,\); use fully_shard, not ZeRO-3"):
         stiefel_geo.patch(model)
 
 
@@ -128,7 +129,50 @@ def test_peft_adapters_on_values_and_mlp_leave_the_frames_their_names_and_values
     assert list(merged.state_dict()) == list(plain.state_dict())
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "vit"])
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank measured under accelerate's FSDP2."""
+    pytest.importorskip("accelerate", minversion="1.6", reason="FSDP2 came with accelerate 1.6")
+    folder = tmp_path_factory.mktemp("fsdp2")
+    module = importlib.import_module("support.accelerate_fsdp2")
+    torch.multiprocessing.spawn(module.main, (folder,), nprocs=module.WORLD)
+    return [torch.load(folder / f"rank {rank}.pt") for rank in range(module.WORLD)]
+
+
+def test_frames_train_under_accelerates_fsdp2_as_in_one_process(sharded: list[dict[str, Any]]) -> None:
+    module = importlib.import_module("support.accelerate_fsdp2")
+    model = tiny("llama").train()
+    stiefel_geo.patch(model)
+    alone = module.steps(model, module.optimizer_of(model), module.STEPS)
+    for rank in sharded:
+        assert rank["losses"] == pytest.approx(alone, abs=1e-10)
+        assert set(rank["sharded"]) == {"DTensor"}
+        assert rank["defect"] < 1e-12
+
+
+def test_accelerates_fsdp2_state_loads_and_goes_on_as_before(sharded: list[dict[str, Any]]) -> None:
+    assert all(rank["again"] == rank["more"] for rank in sharded)
+    assert all(rank["more"][0] < rank["losses"][-1] for rank in sharded)
+
+
+def test_trainer_resumes_a_patched_model_bit_for_bit(tmp_path: Path) -> None:
+    def trained(resumed: str | None) -> nn.Module:
+        model = tiny("llama").train()
+        stiefel_geo.patch(model)
+        optimizer = stiefel_geo.ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.01), lr=3e-3)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=6, save_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], seed=0
+        )
+        data = [{"input_ids": row, "labels": row} for row in torch.arange(3, 51).view(8, 6)]
+        transformers.Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None)).train(resumed)
+        return model
+
+    whole, resumed = trained(None).state_dict(), trained(str(tmp_path / "checkpoint-3")).state_dict()
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert not torch.equal(whole["lm_head.weight"], tiny("llama").lm_head.weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "gpt2", "vit", "t5", "swinv2"])
 def test_groups_decay_what_trainer_decays(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

@@ -135,7 +135,7 @@ def _checked_shape(path: str, owner: nn.Module, tensor: str, transposed: bool) -
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         raise LayoutError(f"{path} holds its weight as {type(weight).__name__}; patch before quantising or sharding")
     if weight.dim() < 2:  # as under DeepSpeed's ZeRO-3
-        raise LayoutError(f"{path} holds no whole weight but shape {tuple(weight.shape)}; patch before partitioning")
+        raise LayoutError(f"{path} holds no whole weight but shape {tuple(weight.shape)}; use fully_shard, not ZeRO-3")
     if weight.is_meta and "forward" in vars(owner):  # as accelerate's hooks do
         raise LayoutError(f"{path} is offloaded: its weight is there in its forward alone; patch before dispatching")
     if weight.dim() > 2 and (weight.shape[2:].numel() != 1 or getattr(owner, "groups", 1) != 1):

@@ -97,6 +97,16 @@ def check_lr_scales(groups: list[dict[str, Any]]) -> None:
         )
 
 
+def check_frames_kept(given: int, found: int) -> None:
+    """Raise RuntimeError where a wrapper put other tensors into the groups, which AdamW would move without a word."""
+    if given and not found:
+        raise RuntimeError(
+            f"rule: frames stay the whole ManifoldParameters that the optimizer was given; found none of its {given} "
+            "frames in its groups, as after DeepSpeed's ZeRO or bf16 engine flattened them; use DDP, fully_shard, "
+            "torch's ZeroRedundancyOptimizer, or DeepSpeed's stage 0 in float32"
+        )
+
+
 def check_live(p: Tensor) -> None:
     """Raise ValueError for a parameter that patch() or unpatch() took out of its model."""
     retired = getattr(p, "_stiefel_geo_retired", None)

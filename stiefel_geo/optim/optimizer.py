@@ -14,6 +14,7 @@ from .checks import (
     check_compilable,
     check_gradient,
     check_live,
+    check_frames_kept,
     check_lr_scales,
     check_parameter,
     check_plain,
@@ -99,6 +100,8 @@ class ScaleFreeRiemannianAdam(Optimizer):
         check_settings(defaults)
         super().__init__(params, defaults)
 
+    _frames_given = 0  # a copy or an unpickled optimizer has none to compare with
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, after checking its settings and that its frames are on the manifold."""
         check_settings({**self.defaults, **param_group})
@@ -109,6 +112,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        self._frames_given = self.num_frames
 
     @property
     def num_frames(self) -> int:
@@ -160,6 +164,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
             check_compilable(group)
         if not self.state:
             check_lr_scales(self.param_groups)
+            check_frames_kept(self._frames_given, self.num_frames)
         for p in group["params"]:
             check_live(p)
             if p.grad is None:

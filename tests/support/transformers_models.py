@@ -66,6 +66,14 @@ def pixels() -> dict[str, Tensor]:
     return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32, dtype=torch.float64).sin().view(2, 3, 32, 32)}
 
 
+def patches_of_pixels() -> dict[str, Tensor]:
+    """Two images of other shapes, the second with one patch of padding."""
+    patches = torch.linspace(-1, 1, 2 * 16 * 48, dtype=torch.float64).sin().view(2, 16, 48)
+    shapes, mask = torch.tensor([[4, 4], [3, 5]]), torch.ones(2, 16, dtype=torch.int64)
+    mask[1, 15] = 0
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
 def speech() -> dict[str, Tensor]:
     return {"input_values": torch.linspace(0, 40, 2 * 400, dtype=torch.float64).sin().view(2, 400)}
 
@@ -102,6 +110,12 @@ FAMILIES: dict[str, Family] = {
         text_and_pixels,
     ),
     "siglip": ("SiglipVisionConfig", "SiglipVisionModel", SIZES | PIXELS, pixels),
+    "siglip2": (
+        "Siglip2VisionConfig",
+        "Siglip2VisionModel",
+        SIZES | {"num_patches": 16, "patch_size": 4},
+        patches_of_pixels,
+    ),
     "beit": ("BeitConfig", "BeitModel", SIZES | PIXELS | {"use_relative_position_bias": True}, pixels),
     "swinv2": ("Swinv2Config", "Swinv2Model", SWIN, pixels),
     "sam2": ("Sam2HieraDetConfig", "Sam2HieraDetModel", SAM2_BACKBONE, pixels),
