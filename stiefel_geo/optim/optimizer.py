@@ -12,9 +12,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from . import batching, riemannian
 from .checks import (
     check_compilable,
+    check_frames_kept,
     check_gradient,
     check_live,
-    check_frames_kept,
     check_lr_scales,
     check_parameter,
     check_plain,
