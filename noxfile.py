@@ -1,13 +1,15 @@
 """Sessions that prove the supported range: `nox` runs them all, `nox -s oldest` one, `nox -l` lists them.
 
 `oldest` installs the floors that pyproject.toml states (uv's lowest-direct resolution), so there is no second list of
-them. `nox -s oldest -- record` writes the row of a session that passed into docs/versions.md.
+them. `nox -s oldest -- record` writes the row of a session that passed into docs/versions.md; for
+architectures of timm it is `nox -s coverage -- record`, ten minutes a version.
 """
 
 import datetime
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 import nox
@@ -22,6 +24,12 @@ BETWEEN = {
     "2.8": ("3.12", "torch==2.8.*", "torchao==0.13.*", "peft==0.17.*", "timm==1.0.20", "transformers==5.24.*"),
     "2.11": ("3.13", "torch==2.11.*", "timm==1.0.26", "transformers==5.24.*"),
     "2.14": ("3.12", "torch==2.14.*", "timm==1.0.31"),
+}
+# What `coverage` installs: the floors, a timm between them, the newest.
+COVERED = {
+    "oldest": ("--resolution", "lowest-direct"),
+    "middle": BETWEEN["2.11"][1:],
+    "newest": ("--upgrade",),
 }
 # Deprecations in other versions of other libraries are not ours to answer; every other warning stays an error.
 ALLOWED = (
@@ -78,6 +86,18 @@ def prerelease(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHONS[0])
+@nox.parametrize("timm", [nox.param(which, id=which) for which in COVERED])
+def coverage(session: nox.Session, timm: str) -> None:
+    """Every architecture of a timm, patched on the meta device."""
+    session.install("-e", ".", *COVERED[timm])
+    result = Path(session.create_tmp()).resolve() / "coverage.json"
+    session.run("python", "-m", "stiefel_geo.integrations.coverage", "--json", str(result), success_codes=[0, 1])
+    if "record" in session.posargs:
+        counts = Counter(model["status"] for model in json.loads(result.read_text()))
+        _record("coverage by version", [*_versions(session, "timm", "torch"), *_shown(counts)])
+
+
+@nox.session(python=PYTHONS[0])
 @nox.parametrize("resolution", ["lowest-direct", "highest"])
 def wheel(session: nox.Session, resolution: str) -> None:
     """Build sdist and wheel, check them, and use the wheel in a clean environment, away from the checkout."""
@@ -109,17 +129,26 @@ def _core(session: nox.Session) -> None:
     result = Path(session.create_tmp()).resolve() / f"{session.name}.xml"
     session.run("python", "-m", "pytest", "-q", "-n", "2", *CORE, f"--junitxml={result}", env={"OMP_NUM_THREADS": "1"})
     if "record" in session.posargs:
-        _record(session, ElementTree.parse(result).getroot()[0].attrib)
+        counts = ElementTree.parse(result).getroot()[0].attrib
+        passed = int(counts["tests"]) - int(counts["skipped"])
+        outcome = f"{passed} passed, {counts['skipped']} skipped"
+        _record("sessions", [session.name, str(session.python), *_versions(session, *SHOWN), outcome])
 
 
-def _record(session: nox.Session, counts: dict[str, str]) -> None:
-    code = f"import importlib.metadata as m, json; print(json.dumps([m.version(name) for name in {SHOWN}]))"
-    versions = json.loads(str(session.run("python", "-c", code, silent=True)))
-    passed = int(counts["tests"]) - int(counts["skipped"])
-    cells = [session.name, str(session.python), *versions, f"{passed} passed, {counts['skipped']} skipped"]
+def _versions(session: nox.Session, *packages: str) -> list[str]:
+    code = f"import importlib.metadata as m, json; print(json.dumps([m.version(name) for name in {packages}]))"
+    found: list[str] = json.loads(str(session.run("python", "-c", code, silent=True)))
+    return found
+
+
+def _shown(counts: Counter[str]) -> list[str]:
+    return [str(counts[status]) for status in ("wholly", "in part", "not at all", "not built", "without attention")]
+
+
+def _record(table: str, cells: list[str]) -> None:
+    """Put a row, with today's date, in the place of the one with the same first cell."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, rows, after = re.split(rf"(?<=<!-- {table} -->\n)|(?=<!-- /{table} -->)", page)
+    others = [line for line in rows.splitlines(keepends=True) if not line.startswith(f"| {cells[0]} |")]
     row = f"| {' | '.join(cells)} | {datetime.date.today()} |\n"
-    before, table, after = re.split(
-        r"(?<=<!-- sessions -->\n)|(?=<!-- /sessions -->)", PAGE.read_text(encoding="utf-8")
-    )
-    others = [line for line in table.splitlines(keepends=True) if not line.startswith(f"| {session.name} |")]
     PAGE.write_text(before + "".join([*others, row]) + after, encoding="utf-8")
