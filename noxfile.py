@@ -21,7 +21,7 @@ nox.options.sessions = ("oldest", "between", "newest", "wheel", "without_links")
 PYTHONS = ("3.11", "3.12", "3.13")
 # Between the floors and the newest: torch → the other libraries as they were in its months, and one of the Pythons.
 BETWEEN = {
-    "2.8": ("3.12", "torch==2.8.*", "torchao==0.13.*", "peft==0.17.*", "timm==1.0.20", "transformers==5.24.*"),
+    "2.8": ("3.12", "torch==2.8.*", "torchao==0.13.*", "peft==0.18.*", "timm==1.0.20", "transformers==5.24.*"),
     "2.11": ("3.13", "torch==2.11.*", "timm==1.0.26", "transformers==5.24.*"),
     "2.14": ("3.12", "torch==2.14.*", "timm==1.0.31"),
 }
