@@ -50,8 +50,8 @@ def plain_key(prefix: str) -> str:
 def attach_hooks(owner: nn.Module) -> None:
     """Let `owner` load plain keys, and save them for `plain_state_dict`."""
     detach_hooks(owner)
-    owner.register_load_state_dict_pre_hook(_factorise_plain_keys)  # type: ignore[no-untyped-call]
-    owner.register_state_dict_post_hook(_fold_into_plain_keys)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(_factorise_plain_keys)
+    owner.register_state_dict_post_hook(_fold_into_plain_keys)
 
 
 def detach_hooks(owner: nn.Module) -> None:
