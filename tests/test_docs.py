@@ -1,16 +1,19 @@
 """Every code block of the pages under docs runs, in order, in one namespace per page; README too."""
 
+import copy
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
 from support import example_scripts  # noqa: F401  # puts examples/ on the path
+from timm.models.vision_transformer import VisionTransformer
 
 import stiefel_geo
 from stiefel_geo.integrations.fsdp_memory import GIB, estimate
@@ -61,12 +64,20 @@ def test_the_commands_of_a_page_run(page, command, tmp_path, monkeypatch):
 
 def giants() -> dict[str, tuple[torch.nn.Module, torch.nn.Module]]:
     """The two models of the memory table, plain and patched, on the meta device."""
-    width = {"img_size": 224, "patch_size": 14, "embed_dim": 4096, "depth": 33, "num_heads": 32, "num_classes": 0}
+    width: dict[str, Any] = {
+        "img_size": 224,
+        "patch_size": 14,
+        "embed_dim": 4096,
+        "depth": 33,
+        "num_heads": 32,
+        "num_classes": 0,
+    }
     with torch.device("meta"):
-        pairs = {
-            "ViT-g/14, 1.01 B": tuple(timm.create_model("vit_giant_patch14_224") for _ in range(2)),
-            "6.65 B": tuple(timm.models.VisionTransformer(**width) for _ in range(2)),
+        plain = {
+            "ViT-g/14, 1.01 B": timm.create_model("vit_giant_patch14_224"),
+            "6.65 B": VisionTransformer(**width),
         }
+        pairs = {name: (model, copy.deepcopy(model)) for name, model in plain.items()}
     for _, patched in pairs.values():
         stiefel_geo.patch(patched)
     return pairs

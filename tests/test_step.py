@@ -1,6 +1,7 @@
 """The update against its literal twin, and the laws that the method promises."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def run(p, grads, **settings):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_step_equals_the_literal_twin(shape: tuple[int, ...], settings: dict) -> None:
+def test_step_equals_the_literal_twin(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     p = frame(*shape)
     expected = twins(p)
     optimizer = ScaleFreeRiemannianAdam([p], **settings)

@@ -60,6 +60,8 @@ class FrameRows(nn.Module):
     rounded to bfloat16 is orthonormal only to 1e-2.
     """
 
+    frames: geoopt.ManifoldParameter  # of one head width; several have names with numbers
+    core: Tensor
     rest: nn.Parameter | None
     _parameters: FrameParameters
 
