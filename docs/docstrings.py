@@ -22,6 +22,7 @@ def entries(lines: list[str], pattern: re.Pattern[str]) -> list[str]:
 
 
 def paragraph(text: str) -> str:
+    """Markdown of one paragraph of a docstring."""
     first, *rest = lines = text.split("\n")
     if ALIGNED.match(first) and all(line.startswith(" ") or ALIGNED.match(line) for line in rest):
         return "\n".join(entries(lines, ALIGNED))
@@ -31,6 +32,8 @@ def paragraph(text: str) -> str:
 
 
 class Meanings(griffe.Extension):
+    """Rewrites every docstring before mkdocstrings shows it."""
+
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = "\n\n".join(paragraph(text) for text in obj.docstring.value.split("\n\n"))

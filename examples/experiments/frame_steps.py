@@ -96,8 +96,11 @@ def _pogo(frames: list[nn.Parameter], lr: float) -> ElsewhereLaidOut:
 
 
 def _geoopt_adam(frames: list[nn.Parameter], lr: float) -> Optimizer:
-    """geoopt's RiemannianAdam. On Stiefel its second moment is ONE number a frame too, but a sum over the entries
-    instead of a mean: at an equal lr it steps √(d·r) times shorter than ours."""
+    """geoopt's RiemannianAdam.
+
+    On Stiefel its second moment is ONE number a frame too, but a sum over the entries instead of a mean: at an equal
+    lr it steps √(d·r) times shorter than ours.
+    """
     optimizer: Optimizer = geoopt.optim.RiemannianAdam(frames, lr=lr, betas=BETAS)
     return optimizer
 

@@ -170,6 +170,7 @@ _RULES: list[Rule] = []
 
 
 def class_name(cls: type) -> str:
+    """The name that layouts are registered under: "package.module.Class"."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -42,7 +42,7 @@ def frame_rows_by_prefix(model: nn.Module) -> dict[str, FrameRows]:
 
 
 def plain_key(prefix: str) -> str:
-    """ "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
+    """Key of the weight that is made there: "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
     owner, _, tensor = f".{prefix}".removesuffix(".0.").rpartition(".parametrizations.")
     return f"{owner}.{tensor}".removeprefix(".")
 
@@ -55,6 +55,7 @@ def attach_hooks(owner: nn.Module) -> None:
 
 
 def detach_hooks(owner: nn.Module) -> None:
+    """Take off what `attach_hooks` put on."""
     for hooks in (owner._load_state_dict_pre_hooks, owner._state_dict_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in _HOOKS]:
             del hooks[key]
