@@ -33,7 +33,7 @@ class ScaleFreeRiemannianAdam(Optimizer):
     """Riemannian Adam with ONE scalar second moment per frame, a trust region and the polar retraction.
 
     For every frame W of a `geoopt.ManifoldParameter` of shape (..., d, r) on `PolarStiefel` or
-    `geoopt.EuclideanStiefel`, with Euclidean gradient G::
+    `geoopt.EuclideanStiefel`, with Euclidean gradient G:
 
         g = G − W·sym(WᵀG)                       m ← P_W(β₁ m + (1−β₁) g)
         v ← β₂ v + (1−β₂) ‖g‖²_F/(d·r)           ξ = −lr · m̂/√v̂, shortened to ‖ξ‖_F ≤ trust_radius
