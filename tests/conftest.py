@@ -28,6 +28,12 @@ BEYOND_CORE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draws without a generator of their own, those of constructors too, are the same in every order of tests."""
+    torch.manual_seed(0)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from every run but that of `-m cuda`, before torch looks for them; processes that tests start too."""
     if config.option.markexpr != "cuda":
