@@ -103,13 +103,19 @@ def cuda_frames() -> list[torch.Tensor]:
     return [type(p)(p.detach().cuda(), manifold=p.manifold) for p in frames]
 
 
-@cuda
-def test_a_step_on_cuda_never_waits_for_the_device() -> None:
-    params = cuda_frames()
+def started(params: list[torch.Tensor]) -> ScaleFreeRiemannianAdam:
+    """An optimizer after its first step."""
     optimizer = ScaleFreeRiemannianAdam(params)
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()
+    return optimizer
+
+
+@cuda
+def test_a_step_on_cuda_never_waits_for_the_device() -> None:
+    params = cuda_frames()
+    optimizer = started(params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         try:
@@ -155,10 +161,7 @@ def test_a_captured_step_of_frames_and_plain_parameters_replays_as_the_eager_one
 @cuda
 def test_a_step_captured_without_capturable_is_refused() -> None:
     params = cuda_frames()
-    optimizer = ScaleFreeRiemannianAdam(params)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
+    optimizer = started(params)
     with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 
@@ -169,10 +172,7 @@ def test_a_step_holds_what_was_counted_on_fake_tensors(vit: str) -> None:
     d, layers, heads = VITS[vit]
     drawn = [frame(2 * heads, d, 64, dtype=torch.float32, seed=i) for i in range(layers)]
     params = [as_frame(p.detach().cuda()) for p in drawn]
-    optimizer = ScaleFreeRiemannianAdam(params)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
+    optimizer = started(params)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step()

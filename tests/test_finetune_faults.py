@@ -14,18 +14,10 @@ from support.finetune_runs import digest, figures, one_line, run
 from support.image_folders import write_images
 from support.kills import FORK, killed_after, seconds_of
 
-pytestmark = pytest.mark.forks
+pytestmark = [pytest.mark.forks, pytest.mark.usefixtures("one_thread")]
 
 KILLS = int(os.environ.get("KILLS", "30"))
 OPTIONS = ("--arm", "stiefel", "--epochs", 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_child(out, *options):
