@@ -1,5 +1,6 @@
 """examples/frame_steps.py: the arms differ from the package's step in the one thing that their names say."""
 
+import copy
 import math
 
 import geoopt
@@ -63,6 +64,23 @@ def test_muon_moves_every_head_as_if_it_were_alone():
         alone.grad = G[1].clone()
         optimizer.step()
     assert torch.equal(moved[1], alone.detach())
+
+
+def test_an_arm_in_another_layout_goes_on_from_its_saved_state():
+    def muon(frames, lr):
+        return frame_steps.optimizers("muon", frames, [], lr, 0.1)[1]
+
+    first, second = torch.nn.Parameter(start().detach().float()), torch.nn.Parameter(start(seed=1).detach().float())
+    one, other = muon([first], 0.02), muon([second], 0.02)
+    grads = [G.float() for G in gradients(4)]
+    for t, G in enumerate(grads):
+        if t == 2:  # as an experiment resumes: weights and state come after the optimizer
+            second.data.copy_(first.data)
+            other.load_state_dict(copy.deepcopy(one.state_dict()))
+        for W, optimizer in ((first, one), (second, other)):
+            W.grad = G.clone()
+            optimizer.step()
+    assert torch.equal(first, second)
 
 
 def test_pogo_moves_frames_down_the_gradient_and_keeps_them_orthonormal():
