@@ -67,7 +67,7 @@ def test_a_machine_with_mps_alone_trains_on_its_cpu(monkeypatch):
     assert finetune.options([]).device == "cpu"
 
 
-def test_the_patch_is_reported_before_the_first_epoch(capsys):
+def test_the_line_on_the_start_gives_how_far_the_logits_are_apart(capsys):
     start, patched = tiny_vit(depth=1, patched=False), tiny_vit(depth=1, patched=False)
     stiefel_geo.patch(patched)
     test = [(torch.randn(3, 16, 16), 0)] * 4

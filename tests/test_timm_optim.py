@@ -174,7 +174,7 @@ def test_a_run_resumed_from_timms_checkpoint_is_bit_equal(tmp_path):
     assert gap(model, resumed) == gap(ema, ema_again) == 0
 
 
-def test_timm_is_the_version_whose_registry_the_package_uses():
+def test_timms_registry_lists_the_optimizer_once():
     assert timm.optim.list_optimizers("scalefree*") == ["scalefreeradam"]
 
 
