@@ -154,7 +154,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
 def growth(args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds of our step per layer, for 6, 12 and 24 layers of ViT-S."""
-    steps = {}
+    steps: dict[str, Callable[[], Any]] = {}
     for layers in (6, 12, 24):
         frames = layers_of("S", args.device, layers=layers)
         steps[str(layers)] = arms.ours(frames, [1e-3 * torch.randn_like(W) for W in frames]).step

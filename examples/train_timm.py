@@ -9,6 +9,7 @@ Three lines differ from timm's script: `register_optimizer()`, `stiefel_geo.patc
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -25,7 +26,8 @@ import stiefel_geo
 from stiefel_geo import diagnostics, project_frames_
 from stiefel_geo.integrations.timm_optim import register_optimizer
 
-SMALL = {"model_name": "vit_tiny_patch16_224", "img_size": 32, "patch_size": 8, "depth": 4, "num_classes": 10}
+MODEL = "vit_tiny_patch16_224"
+SMALL: dict[str, Any] = {"img_size": 32, "patch_size": 8, "depth": 4, "num_classes": 10}
 FLOATS = {"lr": 1e-3, "weight-decay": 0.05, "layer-decay": 0.9, "clip-grad": 1.0, "mixup": 0.2, "ema-decay": 0.99}
 
 
@@ -63,7 +65,7 @@ class Training:
         torch.manual_seed(args.seed)
         self.args, self.device = args, torch.device(args.device)
         if args.data is None:
-            self.model = timm.create_model(**SMALL)
+            self.model = timm.create_model(MODEL, **SMALL)
             self.train, self.test = digits(args.batch_size, 128 if args.smoke else None)
         else:
             size = {} if args.img_size is None else {"img_size": args.img_size}

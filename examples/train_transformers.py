@@ -6,9 +6,10 @@ python examples/train_transformers.py         # needs: pip install stiefel-geo[t
 import argparse
 from collections.abc import Sequence
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -17,7 +18,7 @@ import stiefel_geo
 from stiefel_geo import diagnostics
 from stiefel_geo.attention.patching import cores
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDS, HALF = 32, 8
 
 
@@ -57,7 +58,7 @@ def train(model: nn.Module, data: Copies, epochs: int, lr: float) -> float:
     return float([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
 
 
-def adapted(model: nn.Module) -> nn.Module:
+def adapted(model: LlamaForCausalLM) -> PeftModel:
     """LoRA on values and MLP. PEFT freezes everything else, so frames and cores are told to train again."""
     wrapped = get_peft_model(model, LoraConfig(target_modules=["v_proj", "up_proj", "down_proj"], r=8))
     for _, parameter in [*stiefel_geo.frames(wrapped), *cores(wrapped)]:

@@ -56,6 +56,8 @@ class _Readable(TorchFunctionMode):
 
 
 class Timm:
+    """timm's architectures, by name."""
+
     def names(self, pattern: str) -> list[str]:
         return fnmatch.filter(timm.list_models(), pattern)
 

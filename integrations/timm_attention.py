@@ -19,6 +19,7 @@ def key_heads(module: Any) -> int:
 
 
 def double(attribute: str) -> Callable[[nn.Module], int]:
+    """Twice the number that the module keeps under this name."""
     return lambda module: 2 * int(getattr(module, attribute))
 
 

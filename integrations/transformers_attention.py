@@ -240,7 +240,7 @@ TABLE = (
 
 
 def qualified(name: str) -> str:
-    """ "gpt2.GPT2Attention" → "transformers.models.gpt2.modeling_gpt2.GPT2Attention"."""
+    """Long name of a short one: "gpt2.GPT2Attention" → "transformers.models.gpt2.modeling_gpt2.GPT2Attention"."""
     folder, cls = name.split(".")
     file = "esmfold" if cls.startswith("EsmFold") and folder == "esm" else folder
     return f"transformers.models.{folder}.modeling_{file}.{cls}"

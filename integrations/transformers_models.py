@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def names(pattern: str) -> list[str]:
-    """ "folder.Class" of every model class in the folders of transformers.models that match."""
+    """Short name, "folder.Class", of every model class in the folders of transformers.models that match."""
     root = Path(transformers.models.__path__[0])
     files = sorted(path for path in root.glob("*/modeling_*.py") if fnmatch.fnmatch(path.parent.name, pattern))
     return [f"{path.parent.name}.{cls.__name__}" for path in files for cls in _classes(path)]

@@ -20,19 +20,27 @@ def param_groups(
 
         optimizer = ScaleFreeRiemannianAdam(param_groups(model, 0.05), lr=1e-3)
 
-    "frames"     on the Stiefel manifold, where weight decay has no tangent part: 0
-    "cores"      the singular values of queries and keys: 0, or decay would switch the attention off
-    "undecayed"  biases, norms and what the model's `no_weight_decay()` names: 0, by timm's rules; in a model without
-                 that method also tables whose name says bias, as transformers' Trainer has it
-    "decayed"    everything else: `weight_decay`
+    The groups, by their "name", and the weight decay of each:
 
-    With `layer_decay` each of these is split by layer, as timm groups layers (`group_matcher`), and a group has
-    `lr_scale` = layer_decay^(layers above it). `frame_lr_scale` multiplies the `lr_scale` of frames alone: the k of
-    docs/results.md, which says when it helps. timm's schedulers multiply by `lr_scale`; for any other loop call
-    `scale_lr_(optimizer)` once. The optimizer refuses to step while neither has happened.
+    - "frames", on the Stiefel manifold, where weight decay has no tangent part: 0
+    - "cores", the singular values of queries and keys: 0, or decay would switch the attention off
+    - "undecayed", biases, norms and what the model's `no_weight_decay()` names: 0, by timm's rules; in a model
+      without that method also tables whose name says bias, as transformers' Trainer has it
+    - "decayed", everything else: `weight_decay`
+
     Frozen parameters are in no group. A timm model inside a wrapper (DDP, torch.compile, LightningModule) is found.
+    timm's schedulers multiply by a group's `lr_scale`; for any other loop call `scale_lr_(optimizer)` once. The
+    optimizer refuses to step while neither has happened.
 
-    Raises ValueError where `frame_lr_scale` is not a positive finite number.
+    Args:
+        model: patched or not.
+        weight_decay: of the parameters that are decayed.
+        layer_decay: splits each group by layer, as timm groups layers (`group_matcher`), with `lr_scale` =
+            layer_decay^(layers above it).
+        frame_lr_scale: multiplies the `lr_scale` of frames alone: the k of docs/results.md, which says when it helps.
+
+    Raises:
+        ValueError: `frame_lr_scale` is not a positive finite number.
     """
     if not 0 < frame_lr_scale < float("inf"):
         raise ValueError(f"frame_lr_scale must be above 0 and finite; got {frame_lr_scale}.")

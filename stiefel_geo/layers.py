@@ -37,7 +37,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         layers = group_with_matcher(iter(named), matcher, reverse=True)
     else:  # what timm asks a model for, with the names that it had before the patch
         unpatched = SimpleNamespace(named_parameters=lambda: named, pretrained_cfg=getattr(inner, "pretrained_cfg", {}))
-        layers = auto_group_layers(unpatched)  # type: ignore[no-untyped-call]
+        layers = auto_group_layers(unpatched)
     last = max(layers.values())
     return {name: layers[plain[name]] if name in plain else last for name, _ in model.named_parameters()}
 

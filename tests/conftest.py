@@ -1,6 +1,7 @@
 """Which tests are the core, which a run leaves out, each with its reason, and which come first."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,6 +27,21 @@ BEYOND_CORE = (
     "test_validate_gpu",
     "test_long_runs",
 )
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draws without a generator of their own, those of constructors too, are the same in every order of tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For figures that are compared bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_configure(config: pytest.Config) -> None:

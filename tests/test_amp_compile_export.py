@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.frame_parameters import grad_of
+from support.parts import qkv
 from support.tiny_vit import batch, frame_values, gap, largest_defect, loss_of, tiny_vit, train
 from torch import Tensor, nn
 
@@ -56,7 +58,7 @@ def test_a_float16_overflow_leaves_model_and_state_as_they_were():
     before = [p.detach().clone() for p in model.parameters()]
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
     scaler.scale(loss_of(model, 1)).backward()
-    next(iter(model.parameters())).grad[...] = torch.inf
+    grad_of(next(iter(model.parameters())))[...] = torch.inf
     scaler.step(optimizer)
     assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
     assert all(torch.equal(m, s["exp_avg"]) for m, s in zip(moments, optimizer.state.values(), strict=True))
@@ -66,7 +68,7 @@ def test_a_bfloat16_model_has_float32_frames_and_stays_on_the_manifold():
     model = tiny_vit(patched=False).bfloat16()
     stiefel_geo.patch(model)
     assert {frame.dtype for frame in frame_values(model)} == {torch.float32}
-    assert model.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
+    assert qkv(model).weight.dtype == torch.bfloat16
     train(model, ScaleFreeRiemannianAdam(model.parameters(), lr=1e-2), range(10))
     assert largest_defect(model) < 1e-5
 
@@ -82,6 +84,7 @@ def test_a_patched_model_cast_to_bfloat16_trains_through_float32_masters():
 def test_a_patched_model_compiles_and_trains_as_it_does_eagerly():
     eager, model = tiny_vit(depth=1), tiny_vit(depth=1)
     compiled = torch.compile(model, fullgraph=torch.__version__ >= ONE_GRAPH_FROM, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
     for running in (eager, compiled):
         train(running, ScaleFreeRiemannianAdam(running.parameters(), lr=1e-3), range(3))
     assert gap(eager, model) < 1e-5
@@ -112,7 +115,9 @@ def export_torchscript(model: nn.Module, images: Tensor, path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # raised inside both exporters
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # timm's shape checks
 @pytest.mark.parametrize("export", [export_dynamo, export_torchscript])
-def test_onnxruntime_runs_the_patched_model_as_torch_runs_the_unpatched(export: Callable, models, tmp_path):
+def test_onnxruntime_runs_the_patched_model_as_torch_runs_the_unpatched(
+    export: Callable[..., object], models, tmp_path
+):
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package, reason=NO_ONNX)
     onnxruntime = pytest.importorskip("onnxruntime", reason=NO_ONNX)

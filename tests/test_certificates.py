@@ -4,6 +4,7 @@ import functools
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import geoopt
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import stiefel_geo
 from stiefel_geo import certificates
 from stiefel_geo.certificates import Certificate, __main__, decay, equivariance, gauge
-from stiefel_geo.certificates.attention import attention
+from stiefel_geo.certificates.attention import Layer, attention
 from stiefel_geo.certificates.certificate import Case, markdown, worst
 
 SHAPE = (16, 4)
@@ -102,12 +103,12 @@ def test_adamw_without_decay_keeps_its_singular_values(monkeypatch: pytest.Monke
     assert failed == ["5: beside it, mean singular value of AdamW's W_Q, W_K, from 1 down to"]
 
 
-def check_gauge(**parts: object) -> list[str]:
+def check_gauge(**parts: Any) -> list[str]:
     return failures(gauge.check(Case(*SHAPE, seed=0), stiefel_geo.ScaleFreeRiemannianAdam, **parts))
 
 
 def test_logits_without_a_gauge_fail_the_certificate_of_the_gauge() -> None:
-    def normalised(case: Case, generator: torch.Generator) -> nn.Module:
+    def normalised(case: Case, generator: torch.Generator) -> Layer:
         return attention(case, generator, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm)
 
     assert "6: ⟨G_Q, W_Q B⟩ − ⟨G_K, W_K Bᵀ⟩ for all B, relative" in check_gauge(layer_of=normalised)
@@ -118,7 +119,7 @@ def test_logits_whose_entries_are_weighted_fail_the_certificates_of_pure_frames_
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.linspace(1, 2, x.shape[-1], dtype=x.dtype)
 
-    def with_scaled_queries(case: Case, generator: torch.Generator) -> nn.Module:
+    def with_scaled_queries(case: Case, generator: torch.Generator) -> Layer:
         layer = attention(case, generator, qkv_bias=True)
         layer.q_norm = Scaled()
         return layer
@@ -190,7 +191,7 @@ def test_the_table_is_markdown_with_one_cell_a_column() -> None:
 def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificates, "CHECKS", {3: certificates.CHECKS[3]})
     monkeypatch.setattr(
-        certificates.certify, "__kwdefaults__", {**certificates.certify.__kwdefaults__, "propositions": (3,)}
+        certificates.certify, "__kwdefaults__", {**(certificates.certify.__kwdefaults__ or {}), "propositions": (3,)}
     )
 
 

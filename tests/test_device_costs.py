@@ -6,6 +6,7 @@ ViT-B 111, 43.3 ×, 6.3 ×; ViT-L 113, 42.2 ×, 6.3 ×.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import geoopt
 import pytest
@@ -27,11 +28,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def decayed(params: list[nn.Parameter]) -> list[dict]:
+def decayed(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": [p], "lr": 1e-3 * 0.9**i} for i, p in enumerate(params)]
 
 
-def measured(label: str, params: list[nn.Parameter], groups: list | None = None, **options: object) -> Costs:
+def measured(
+    label: str, params: list[nn.Parameter], groups: list[dict[str, Any]] | None = None, **options: Any
+) -> Costs:
     counted = costs(ScaleFreeRiemannianAdam(groups or params, **options), params)
     size = sum(p.numel() * 4 for p in params)
     launches, moved, held = counted.launches.total(), counted.bytes / size, counted.peak / size
@@ -76,7 +79,7 @@ def test_large_frames_go_through_in_parts(vit: str) -> None:
     assert counted.bytes <= 34 * size
 
 
-def stepped(params: list[nn.Parameter], lr: float | Tensor = 1e-3, **options: object) -> ScaleFreeRiemannianAdam:
+def stepped(params: list[nn.Parameter], lr: float | Tensor = 1e-3, **options: Any) -> ScaleFreeRiemannianAdam:
     optimizer = ScaleFreeRiemannianAdam(params, **options)
     optimizer.param_groups[0]["lr"] = lr
     for _ in range(2):
@@ -90,7 +93,7 @@ def state_devices(optimizer: ScaleFreeRiemannianAdam) -> set[str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"maximize": True}], ids=str)
-def test_whole_step_stays_on_the_device_and_reads_nothing(dtype: torch.dtype, options: dict) -> None:
+def test_whole_step_stays_on_the_device_and_reads_nothing(dtype: torch.dtype, options: dict[str, Any]) -> None:
     assert state_devices(stepped(fake_frames("S", dtype, layers=2), **options)) == {"cuda"}
 
 
@@ -117,13 +120,14 @@ def test_a_patched_model_runs_on_the_device_and_so_does_the_step_of_all_its_para
         model = tiny_vit(depth=1)
     own = dict(model.named_parameters())
     params = {name: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cuda")) for name, p in own.items()}
+    values: dict[str, Tensor] = {**params}
     with torch.no_grad():  # torch's engine of gradients asks for a device that is there
-        logits = torch.func.functional_call(model, params, (torch.empty(2, 3, 16, 16, device="cuda"),))
+        logits = torch.func.functional_call(model, values, (torch.empty(2, 3, 16, 16, device="cuda"),))
     assert (logits.device.type, logits.shape) == ("cuda", (2, 10))
     for name, p in params.items():
         p.grad = torch.empty_like(p)
         if isinstance(own[name], geoopt.ManifoldParameter):
-            p.manifold = own[name].manifold
+            vars(p)["manifold"] = vars(own[name])["manifold"]
     optimizer = stepped(list(params.values()), capturable=True)
     assert len(optimizer.state) == len(params)
     assert optimizer.num_frames == 4

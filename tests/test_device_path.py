@@ -4,13 +4,17 @@ import math
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.cases import SHAPES, frame, gradients
 from support.example_scripts import validation
 from support.fake_device import HELD, VITS
-from support.frame_parameters import as_frame
+from support.frame_parameters import (
+    as_frame,
+    grad_of,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,13 +38,14 @@ def path(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0, **setti
         if k == 7:
             p.grad.view(-1)[0] = math.nan
         optimizer.step()
-    return p.detach()
+    end: torch.Tensor = p.detach()
+    return end
 
 
 @pytest.mark.parametrize("settings", [{"lr": 0.01}, {"lr": 1.0}, {"lr": 1e-3, "trust_radius": math.inf}])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_path_without_reads_equals_the_path_with_them(
-    shape: tuple[int, ...], settings: dict, request: pytest.FixtureRequest
+    shape: tuple[int, ...], settings: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     with_reads = path(shape, torch.float64, **settings)
     request.getfixturevalue("no_reads")
@@ -74,7 +79,8 @@ def calls_of_a_step(layers: int) -> Counter[str]:
     optimizer.step()
     with Calls() as calls:
         optimizer.step()
-    return calls.counts
+    counts: Counter[str] = calls.counts
+    return counts
 
 
 def test_arithmetic_of_a_step_does_not_grow_with_layers_of_equal_shape() -> None:
@@ -97,13 +103,19 @@ def cuda_frames() -> list[torch.Tensor]:
     return [type(p)(p.detach().cuda(), manifold=p.manifold) for p in frames]
 
 
-@cuda
-def test_a_step_on_cuda_never_waits_for_the_device() -> None:
-    params = cuda_frames()
+def started(params: list[torch.Tensor]) -> ScaleFreeRiemannianAdam:
+    """An optimizer after its first step."""
     optimizer = ScaleFreeRiemannianAdam(params)
     for p in params:
         p.grad = torch.randn_like(p)
     optimizer.step()
+    return optimizer
+
+
+@cuda
+def test_a_step_on_cuda_never_waits_for_the_device() -> None:
+    params = cuda_frames()
+    optimizer = started(params)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         try:
@@ -119,7 +131,7 @@ def copies(params: list[torch.Tensor]) -> list[torch.Tensor]:
     found = [p.detach().clone() for p in params]
     made = [as_frame(V) if hasattr(p, "manifold") else nn.Parameter(V) for p, V in zip(params, found, strict=True)]
     for p, q in zip(params, made, strict=True):
-        q.grad = p.grad.clone()
+        q.grad = grad_of(p).clone()
     return made
 
 
@@ -149,10 +161,7 @@ def test_a_captured_step_of_frames_and_plain_parameters_replays_as_the_eager_one
 @cuda
 def test_a_step_captured_without_capturable_is_refused() -> None:
     params = cuda_frames()
-    optimizer = ScaleFreeRiemannianAdam(params)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
+    optimizer = started(params)
     with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 
@@ -163,10 +172,7 @@ def test_a_step_holds_what_was_counted_on_fake_tensors(vit: str) -> None:
     d, layers, heads = VITS[vit]
     drawn = [frame(2 * heads, d, 64, dtype=torch.float32, seed=i) for i in range(layers)]
     params = [as_frame(p.detach().cuda()) for p in drawn]
-    optimizer = ScaleFreeRiemannianAdam(params)
-    for p in params:
-        p.grad = torch.randn_like(p)
-    optimizer.step()
+    optimizer = started(params)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step()

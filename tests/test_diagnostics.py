@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
+from support.frame_parameters import grad_of
+from support.parts import qkv, rows_of
 from support.patch_cases import OPTIONS
 from torch import Tensor, nn
 
@@ -21,8 +23,8 @@ def small_vit() -> nn.Module:
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=3
     ).double()
-    for block in model.blocks:  # timm's initial queries and keys are too small for logits to matter
-        nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    for block in (0, 1):  # timm's initial queries and keys are too small for logits to matter
+        nn.init.normal_(qkv(model, block).weight, std=0.3)
     return model
 
 
@@ -49,7 +51,7 @@ def patched(plain: nn.Module) -> nn.Module:
 
 def heads_of(model: nn.Module) -> tuple[Tensor, Tensor]:
     """W_Q, W_K (4, 32, 8) of the first block, read off the weight by hand."""
-    query, key, _ = model.blocks[0].attn.qkv.weight.detach().view(3, 4, 8, 32)
+    query, key, _ = qkv(model).weight.detach().view(3, 4, 8, 32)
     return query.mT.clone(), key.mT.clone()
 
 
@@ -90,7 +92,7 @@ def test_spectrum_of_cores_is_that_of_the_assembled_weights(patched: nn.Module) 
 
 def test_spectrum_of_a_trained_core_is_that_of_the_assembled_weights(patched: nn.Module) -> None:
     with torch.no_grad():  # training does not keep a core symmetric; its symmetric part is what acts
-        patched.blocks[0].attn.qkv.parametrizations.weight[0].core += 0.1 * torch.randn(8, 8, 8).double()
+        rows_of(qkv(patched)).core += 0.1 * torch.randn(8, 8, 8).double()
     Q, K = heads_of(patched)
     torch.testing.assert_close(diagnostics.spectrum(patched)[FRAMES], torch.linalg.svdvals(torch.cat([Q, K])))
 
@@ -140,7 +142,7 @@ def move(model: nn.Module, change: Callable[[Tensor, Tensor, Tensor], tuple[Tens
     Q, K = heads_of(model)
     dQ, dK = change(Q, K, torch.randn(4, 8, 8, dtype=torch.float64))
     with torch.no_grad():
-        model.blocks[0].attn.qkv.weight.view(3, 4, 8, 32)[:2] += torch.stack([dQ.mT, dK.mT])
+        qkv(model).weight.view(3, 4, 8, 32)[:2] += torch.stack([dQ.mT, dK.mT])
 
 
 def test_counts_are_those_of_the_steps_taken_capped_and_skipped(patched: nn.Module) -> None:
@@ -175,7 +177,7 @@ def test_measuring_changes_neither_model_nor_optimizer(plain: nn.Module, core: s
                 measure_everything(model, optimizer, before)
     pairs = itertools.zip_longest(plain.state_dict().items(), twin.state_dict().items())
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(grad_of(p), grad_of(q)) for p, q in zip(plain.parameters(), twin.parameters(), strict=True))
 
 
 def measure_everything(model: nn.Module, optimizer: torch.optim.Optimizer, before: diagnostics.Snapshot) -> None:

@@ -117,7 +117,7 @@ def test_a_sharding_that_splits_frames_is_refused_with_the_reason(figures):
 
 def test_frames_in_a_flat_parameter_of_fsdp1_are_refused():
     flat = torch.nn.Parameter(torch.zeros(8))  # FSDP1 itself needs an accelerator
-    flat._fqns = ("blocks.0.attn.qkv.parametrizations.weight.0.frames",)
+    vars(flat)["_fqns"] = ("blocks.0.attn.qkv.parametrizations.weight.0.frames",)
     with pytest.raises(ValueError, match=r"inside the flat parameters of FullyShardedDataParallel.*use .*fully_shard"):
         ScaleFreeRiemannianAdam([flat])
 

@@ -98,7 +98,7 @@ def test_unpatch_gives_a_hugging_face_model_its_own_keys_back():
     assert list(model.state_dict()) == keys
 
 
-class Pixels(torch.utils.data.Dataset):
+class Pixels(torch.utils.data.Dataset[dict[str, Any]]):
     """Random images as transformers' Trainer takes them."""
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ def template(node, constants):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
     if isinstance(node, ast.BinOp):
         return template(node.left, constants) + template(node.right, constants)
     if isinstance(node, ast.Name):
@@ -41,15 +41,15 @@ def messages():
     found = {}
     for path in FILES:
         tree = ast.parse(path.read_text())
-        assigned = [
-            node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        ]
-        constants = {node.targets[0].id: template(node.value, {}) for node in assigned}
+        assigned = [(node.targets[0], node.value) for node in tree.body if isinstance(node, ast.Assign)]
+        constants = {name.id: template(value, {}) for name, value in assigned if isinstance(name, ast.Name)}
         for node in ast.walk(tree):
             argument = is_message(node)
-            text = template(argument, constants) if argument is not None else ""
+            if argument is None:
+                continue
+            text = template(argument, constants)
             if re.sub(r"[\W_]", "", text):
-                found[f"{path.name}:{node.lineno}"] = " ".join(text.split())
+                found[f"{path.name}:{argument.lineno}"] = " ".join(text.split())
     return found
 
 

@@ -48,7 +48,8 @@ def computed(folder):
 def test_every_one_of_10_kills_of_a_grid_ends_with_the_uninterrupted_records(tmp_path, name):
     seconds = seconds_of(in_child(*SCRIPTS[name], tmp_path / "whole"))
     whole = computed(tmp_path / "whole")
-    rng, landed = random.Random(0), []
+    rng = random.Random(0)
+    landed: list[int] = []
     while len(landed) < KILLS:
         folder = tmp_path / f"killed{len(landed)}"
         if not killed_after(in_child(*SCRIPTS[name], folder), rng.uniform(0.02, 0.98) * seconds):

@@ -14,8 +14,13 @@ META = torch.device("meta")
 
 
 def test_both_starts_are_computed_on_the_device_of_the_arm(monkeypatch):
-    places = []
-    monkeypatch.setattr(finetune, "largest_gap", lambda *outputs: places.extend(o.device for o in outputs) or 0.0)
+    places: list[torch.device] = []
+
+    def gap(*outputs):
+        places.extend(output.device for output in outputs)
+        return 0.0
+
+    monkeypatch.setattr(finetune, "largest_gap", gap)
     start, patched = tiny_vit(depth=1, patched=False), tiny_vit(depth=1)
     test = [(torch.zeros(3, 16, 16), 0)] * 4
     finetune.report_start(start, SimpleNamespace(model=patched.to(META), device=META), test)
@@ -62,7 +67,7 @@ def test_a_machine_with_mps_alone_trains_on_its_cpu(monkeypatch):
     assert finetune.options([]).device == "cpu"
 
 
-def test_the_patch_is_reported_before_the_first_epoch(capsys):
+def test_the_line_on_the_start_gives_how_far_the_logits_are_apart(capsys):
     start, patched = tiny_vit(depth=1, patched=False), tiny_vit(depth=1, patched=False)
     stiefel_geo.patch(patched)
     test = [(torch.randn(3, 16, 16), 0)] * 4

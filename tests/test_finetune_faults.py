@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +14,10 @@ from support.finetune_runs import digest, figures, one_line, run
 from support.image_folders import write_images
 from support.kills import FORK, killed_after, seconds_of
 
-pytestmark = pytest.mark.forks
+pytestmark = [pytest.mark.forks, pytest.mark.usefixtures("one_thread")]
 
 KILLS = int(os.environ.get("KILLS", "30"))
 OPTIONS = ("--arm", "stiefel", "--epochs", 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_child(out, *options):
@@ -38,7 +31,8 @@ def in_child(out, *options):
 def test_every_one_of_30_kills_resumes_to_the_uninterrupted_figures(tmp_path):
     seconds = seconds_of(in_child(tmp_path / "whole", *OPTIONS))
     whole = figures(tmp_path / "whole")
-    rng, landed = random.Random(0), []
+    rng = random.Random(0)
+    landed: list[int | None] = []
     while len(landed) < KILLS:
         out = tmp_path / f"killed{len(landed)}"
         if not killed_after(in_child(out, *OPTIONS), rng.uniform(0.02, 0.98) * seconds):
@@ -119,7 +113,7 @@ def test_no_flipped_bit_of_a_checkpoint_is_read_over(tmp_path, part):
         assert state["rows"] == [1, 2, 3]
 
 
-class DyingImages(torch.utils.data.Dataset):
+class DyingImages(torch.utils.data.Dataset[Any]):
     """A data set whose worker process is killed, as the kernel does when memory runs out."""
 
     def __init__(self, images):

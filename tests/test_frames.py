@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.parts import rows_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -71,10 +72,6 @@ def carried(core: str = "learn", dtype: torch.dtype = torch.float32) -> nn.Linea
     rows = FrameRows(ROWS["part-major"], linear.weight, core)
     parametrize.register_parametrization(linear, "weight", rows, unsafe=True)
     return linear
-
-
-def rows_of(linear: nn.Linear) -> FrameRows:
-    return linear.parametrizations.weight[0]  # type: ignore[union-attr, index, return-value]
 
 
 WRITES = {

@@ -25,7 +25,8 @@ def imported(name):
     """First names of all modules that a script imports."""
     nodes = list(ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text())))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return {module.split(".")[0] for module in plain | {n.module for n in nodes if isinstance(n, ast.ImportFrom)}}
+    parents = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {module.split(".")[0] for module in plain | parents}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

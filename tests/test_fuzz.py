@@ -17,7 +17,7 @@ from support.frame_parameters import as_frame, gaussian, optimizer_of
 from stiefel_geo import stiefel
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "5000"))
-PATIENT = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+PATIENT = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 PHASES = (Phase.generate,)
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 9)).map(lambda pair: (max(pair), min(pair)))
@@ -120,13 +120,13 @@ def agree(ours, twin, error, G):
 
 
 @given(runs())
-@settings(max_examples=100, phases=PHASES, **PATIENT)
+@settings(PATIENT, max_examples=100, phases=PHASES)
 def test_optimizer_follows_its_literal_twin(run):
     compare(run)
 
 
 @pytest.mark.slow
 @given(runs())
-@settings(max_examples=EXAMPLES, phases=PHASES, **PATIENT)
+@settings(PATIENT, max_examples=EXAMPLES, phases=PHASES)
 def test_optimizer_follows_its_literal_twin_at_length(run):
     compare(run)

@@ -73,8 +73,13 @@ def test_edited_sources_are_dirty_and_the_growing_results_are_not(tmp_path, file
 
 def test_finished_runs_are_not_run_again(tmp_path):
     path, made = tmp_path / "runs.jsonl", []
-    harness.run_grid(GRID[:4], lambda config: made.append(config) or {}, path)
-    assert harness.run_grid(GRID, lambda config: made.append(config) or {}, path) == 2
+
+    def run(config):
+        made.append(config)
+        return {}
+
+    harness.run_grid(GRID[:4], run, path)
+    assert harness.run_grid(GRID, run, path) == 2
     assert made == GRID
 
 

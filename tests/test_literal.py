@@ -1,6 +1,7 @@
 """The literal step that is shipped, against the optimizer, state included, and against the numpy reference of tests."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ SETTINGS = [{"lr": 1e-3}, {"lr": 0.3}, {"lr": 0.05, "betas": (0.5, 0.9), "trust_
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_literal_step_equals_the_optimizer_state_included(shape: tuple[int, ...], settings: dict) -> None:
+def test_literal_step_equals_the_optimizer_state_included(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     p, q = frame(*shape), frame(*shape)
     optimizer, literal = ScaleFreeRiemannianAdam([p], **settings), LiteralStep([q], **settings)
     for k, G in enumerate(gradients(shape, 30)):

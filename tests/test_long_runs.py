@@ -6,15 +6,9 @@ from support.frame_parameters import frame, gaussian, optimizer_of
 
 from stiefel_geo import stiefel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 100_000
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(dtype, lr, steps):

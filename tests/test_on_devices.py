@@ -6,6 +6,7 @@ on the CPU's own path have files of their own.
 
 import copy
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from support.frame_parameters import (
     assert_close,
     assert_same,
     drive,
+    grad_of,
     mixed,
     optimizer_of,
     values,
+    watched,
     worst_defect,
 )
 from support.matmul_settings import SETTINGS, settings, usual_settings
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam, precision, stiefel
 from stiefel_geo.attention.parametrization import ONE_GRAPH_FROM
-from stiefel_geo.optim import batching, bounds, norms, step
+from stiefel_geo.optim import bounds, norms, step
 from stiefel_geo.optim.checks import COMPILING_FROM
 
 CUDA = pytest.param("cuda", marks=pytest.mark.cuda)
@@ -45,7 +48,7 @@ def device(request, monkeypatch):
     usual_settings()
 
 
-def moved(params: list[Tensor], device: str) -> list[Tensor]:
+def moved(params: Sequence[Tensor], device: str) -> list[Tensor]:
     """Copies of frames and plain parameters on the device."""
     return [
         as_frame(p.detach().to(device, copy=True)) if hasattr(p, "manifold") else nn.Parameter(p.detach().to(device))
@@ -149,7 +152,7 @@ def test_grad_scaler_leaves_model_and_state_alone_in_a_step_of_infinite_gradient
         moments = values([state["exp_avg"] for state in optimizer.state.values()])
         step_of(scaler, optimizer, model, index)
         if not expected:
-            next(iter(model.parameters())).grad[...] = math.inf
+            grad_of(next(iter(model.parameters())))[...] = math.inf
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -179,8 +182,8 @@ def test_training_under_autocast_moves_frames_and_stays_on_the_manifold(device, 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_way_to_tf32_leaves_the_step_exact_and_is_itself_left_alone(device, name, monkeypatch):
-    usual, seen, inner = values(path(device, 1.0)[0]), [], batching.step_
-    monkeypatch.setattr(batching, "step_", lambda *args: (seen.append(precision.is_full()), inner(*args)))
+    usual = values(path(device, 1.0)[0])
+    seen = watched(monkeypatch, lambda batches: precision.is_full())
     SETTINGS[name]()
     before = settings()
     params, _ = path(device, 1.0)

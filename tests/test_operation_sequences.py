@@ -7,6 +7,7 @@ import copy
 import io
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ import stiefel_geo
 from stiefel_geo import ScaleFreeRiemannianAdam, averaging, stiefel
 
 SEQUENCES = int(os.environ.get("FUZZ_SEQUENCES", "500"))
-SIZES = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 3}
+SIZES: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2, "num_classes": 3}
 DEFECT = {torch.float32: 1e-5, torch.float64: 1e-11}
 CLOSE = {torch.float32: 2e-4, torch.float64: 1e-9}
 halves = [torch.float32, torch.float64]

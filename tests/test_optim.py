@@ -1,6 +1,7 @@
 """ScaleFreeRiemannianAdam as a torch optimizer: plain parameters, groups, state, compilation."""
 
 import io
+from typing import Any
 
 import geoopt
 import pytest
@@ -14,12 +15,12 @@ from stiefel_geo.optim.checks import COMPILING_FROM
 def plain_pair(seed: int = 0) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator) for shape in [(7, 5), (5,), (2, 3, 4)]]
-    return tuple([torch.nn.Parameter(v.clone()) for v in values] for _ in range(2))
+    return [torch.nn.Parameter(v.clone()) for v in values], [torch.nn.Parameter(v) for v in values]
 
 
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("choice", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_plain_parameters_follow_torch_adamw_bit_for_bit(choice: dict, maximize: bool) -> None:
+def test_plain_parameters_follow_torch_adamw_bit_for_bit(choice: dict[str, Any], maximize: bool) -> None:
     ours, theirs = plain_pair()
     settings = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1, **choice}
     mine = ScaleFreeRiemannianAdam([frame(8, 2), *ours], **settings, maximize=maximize)
@@ -80,7 +81,7 @@ def test_state_round_trip_continues_bit_for_bit() -> None:
     copies = [frame(2, 12, 4, dtype=torch.float32), torch.nn.Parameter(torch.ones(3))]
     first, second = ScaleFreeRiemannianAdam(params, lr=0.05), ScaleFreeRiemannianAdam(copies, lr=0.05)
 
-    def step(optimizer: ScaleFreeRiemannianAdam, parameters: list, k: int) -> None:
+    def step(optimizer: ScaleFreeRiemannianAdam, parameters: list[torch.nn.Parameter], k: int) -> None:
         generator = torch.Generator().manual_seed(k)
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator)
@@ -118,11 +119,11 @@ def test_closure_runs_once_with_gradients_on() -> None:
     p = frame(8, 2)
     calls = []
 
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         calls.append(torch.is_grad_enabled())
         loss = p.sum()
         loss.backward()
-        return loss
+        return float(loss.detach())
 
     loss = ScaleFreeRiemannianAdam([p]).step(closure)
     assert calls == [True]

@@ -15,14 +15,14 @@ from support.frame_parameters import (
     frame,
     gaussian,
     give_gradients,
+    grad_of,
     mixed,
     optimizer_of,
     values,
+    watched,
     worst_defect,
 )
 from torch import nn
-
-from stiefel_geo.optim import batching
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -41,9 +41,7 @@ def test_foreach_on_off_and_unset_agree_in_parameters_and_state(dtype):
 
 @pytest.mark.parametrize(("foreach", "calls"), [(None, 4), (True, 4), (False, 5)])
 def test_foreach_false_steps_one_parameter_at_a_time(foreach, calls, monkeypatch):
-    seen = []
-    usual = batching.step_
-    monkeypatch.setattr(batching, "step_", lambda *args: (seen.append(1), usual(*args)))
+    seen = watched(monkeypatch, len)
     params = mixed()
     drive(optimizer_of(params, foreach=foreach), params, range(1))
     assert len(seen) == calls  # five parameters of four shapes
@@ -134,7 +132,7 @@ def test_maximize_equals_descent_along_negated_gradients():
         give_gradients(params, t)
         give_gradients(mirrored, t)
         for p in mirrored:
-            p.grad.neg_()
+            grad_of(p).neg_()
         one.step()
         other.step()
     assert_same(values(params), values(mirrored))
@@ -174,13 +172,7 @@ def test_parameters_that_go_through_a_batch_as_views_step_as_alone(leadings, dty
 
 def test_parameters_as_views_share_one_update(monkeypatch):
     monkeypatch.setattr("stiefel_geo.optim.batching.CPU_JOIN_BYTES", 0)
-    seen = []
-    usual = batching.step_
-    monkeypatch.setattr(
-        batching,
-        "step_",
-        lambda batches, *rest: (seen.append([batch.sizes for batch in batches]), usual(batches, *rest)),
-    )
+    seen = watched(monkeypatch, lambda batches: [batch.sizes for batch in batches])
     params = [frame(n, 12, 4) for n in (3, 1, 2)]
     drive(optimizer_of(params), params, range(1))
     assert seen == [[[3, 1, 2]]]

@@ -149,7 +149,8 @@ def test_compiled_training_step_of_model_and_loss_equals_eager():
         for _ in range(6):
             run()
         paths.append(values([p]))
-    assert_close(*paths, 1e-13)
+    eager, compiled_ = paths
+    assert_close(eager, compiled_, 1e-13)
 
 
 @compiles

@@ -11,6 +11,7 @@ from support.frame_parameters import (
     frame,
     gaussian,
     give_gradients,
+    grad_of,
     mixed,
     optimizer_of,
     values,
@@ -183,7 +184,8 @@ def test_step_leaves_grad_bit_identical(weight_decay):
     optimizer = optimizer_of(params, weight_decay=weight_decay)
     for t in range(3):
         give_gradients(params, t)
-        grads, before = [p.grad for p in params], [p.grad.clone() for p in params]
+        grads = [grad_of(p) for p in params]
+        before = values(grads)
         optimizer.step()
         assert all(p.grad is g for p, g in zip(params, grads, strict=True))
         assert_same(grads, before)

@@ -1,6 +1,7 @@
 """Options for accelerators, as far as a CPU can tell: fused, capturable, and groups that step as one batch."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from support.frame_parameters import (
     mixed,
     optimizer_of,
     values,
+    watched,
 )
-
-from stiefel_geo.optim import batching
 
 
 def test_fused_changes_no_frame() -> None:
@@ -85,7 +85,7 @@ LRS = {
 }
 
 
-def grouped(**changes: list) -> tuple[list[torch.Tensor], list[dict]]:
+def grouped(**changes: list[Any]) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
     """Six parameters in three groups, of which each has what `changes` says for it."""
     params = [frame(2, 12, 4, seed=i) for i in range(6)]
     groups = [{"params": params[2 * i : 2 * i + 2], **{k: v[i] for k, v in changes.items()}} for i in range(3)]
@@ -95,13 +95,11 @@ def grouped(**changes: list) -> tuple[list[torch.Tensor], list[dict]]:
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Frames of every call of the step."""
-    seen, usual = [], batching.step_
-    monkeypatch.setattr(batching, "step_", lambda first, *rest: (seen.append(first[0].n), usual(first, *rest)))
-    return seen
+    return watched(monkeypatch, lambda batches: batches[0].n)
 
 
 @pytest.mark.parametrize("lrs", LRS.values(), ids=LRS)
-def test_groups_that_differ_in_lr_step_in_one_batch_each_with_its_own(lrs: list, batches: list[int]) -> None:
+def test_groups_that_differ_in_lr_step_in_one_batch_each_with_its_own(lrs: list[Any], batches: list[int]) -> None:
     params, groups = grouped(lr=lrs)
     together = drive(optimizer_of(groups), params, range(5))
     assert batches == [12] * 5
@@ -123,7 +121,7 @@ def test_groups_that_differ_in_lr_step_in_one_batch_each_with_its_own(lrs: list,
         ("maximize", [False, True, False]),
     ],
 )
-def test_groups_that_differ_in_more_step_apart(option: str, values_: list, batches: list[int]) -> None:
+def test_groups_that_differ_in_more_step_apart(option: str, values_: list[Any], batches: list[int]) -> None:
     params, groups = grouped(**{option: values_})
     drive(optimizer_of(groups), params, range(1))
     assert sum(batches) == 12

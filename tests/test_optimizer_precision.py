@@ -11,6 +11,7 @@ from support.frame_parameters import (
     mixed,
     optimizer_of,
     values,
+    watched,
     worst_defect,
 )
 from support.matmul_settings import SETTINGS, needs_fp32_precision, read, settings, usual_settings, write
@@ -30,9 +31,7 @@ def _usual():
 @pytest.fixture
 def seen(monkeypatch):
     """The settings under which the step's products ran."""
-    found, usual = [], batching.step_
-    monkeypatch.setattr(batching, "step_", lambda *args: (found.append(settings()), usual(*args)))
-    return found
+    return watched(monkeypatch, lambda batches: settings())
 
 
 def run(steps=20):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_timm_cosine_with_warmup_sets_the_displacement():
 
 
 def test_groups_have_lr_betas_radius_and_decay_of_their_own():
-    options = [
+    options: list[dict[str, Any]] = [
         {"lr": 1e-3, "betas": (0.5, 0.9), "trust_radius": 0.01},
         {"lr": 3e-2, "weight_decay": 0.3, "maximize": True},
     ]

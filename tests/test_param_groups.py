@@ -16,7 +16,7 @@ from stiefel_geo.integrations.coverage import Timm
 ARCHITECTURES = ("vit_tiny_patch16_224", "beit_base_patch16_224", "cait_xxs24_224")
 
 
-def build(name: str = ARCHITECTURES[0]) -> nn.Module:
+def build(name: str = ARCHITECTURES[0]) -> Any:
     return Timm().build(name)  # on the meta device
 
 

@@ -151,9 +151,10 @@ def test_gain_scales_the_logits_alone():
 
 
 def test_rank_of_the_product_counts_its_equal_directions():
-    model = torch.nn.Sequential(patch_transformer.HeadAttention(8, 2, 4))
+    attention = patch_transformer.HeadAttention(8, 2, 4)
+    model = torch.nn.Sequential(attention)
     even = {"largest": 1, "smallest": 1, "product_rank": 4}
     assert patch_transformer.spectrum(model) == pytest.approx(even, abs=1e-4)
     with torch.no_grad():
-        model[0].query[..., 2:] *= 1e-4
+        attention.query[..., 2:] *= 1e-4
     assert patch_transformer.spectrum(model)["product_rank"] == pytest.approx(2, abs=0.01)

@@ -17,7 +17,7 @@ from stiefel_geo.attention.projections import projections_of
 class Split(nn.Module):
     """A user's attention, as far as its projection goes."""
 
-    def __init__(self, projection: nn.Module, heads: int = 2) -> None:
+    def __init__(self, projection: nn.Module | None, heads: int = 2) -> None:
         super().__init__()
         self.heads, self.qk = heads, projection
 
@@ -83,7 +83,7 @@ def test_model_that_is_wrapped_in_ddp_already_is_refused() -> None:
 def test_projections_rebuilt_beyond_recognition_stay_plain_with_a_warning() -> None:
     model = small_vit()
     stiefel_geo.patch(model)
-    attention = model.blocks[0].attn
+    attention = model.get_submodule("blocks.0.attn")
     with pytest.warns(RuntimeWarning, match="was rebuilt and is plain now"), unpatched(model):
         attention.qkv = nn.Linear(32, 95)
     assert {name.split(".")[1] for name, _ in stiefel_geo.frames(model)} == {"1"}

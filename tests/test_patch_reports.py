@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from support.parts import projection, qkv, rows_of
 from support.patch_cases import (
     attentions,
     images,
@@ -15,7 +16,7 @@ from support.patch_cases import (
 from torch import nn
 
 import stiefel_geo
-from stiefel_geo.attention.patching import cores
+from stiefel_geo.attention.patching import Select, cores
 
 
 def test_equal_weights_give_equal_frames() -> None:
@@ -67,7 +68,7 @@ def test_unknown_attention_is_skipped_by_name_with_its_class() -> None:
     assert "register_attention" in skipped.reason
 
 
-SELECTIONS = {
+SELECTIONS: dict[str, Select] = {
     "glob": "blocks.0.*",
     "globs": ["blocks.0.attn", "nothing"],
     "function": lambda name, module: name.startswith("blocks.0"),
@@ -75,7 +76,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("select", SELECTIONS.values(), ids=SELECTIONS.keys())
-def test_select_patches_what_it_names_alone(select: object) -> None:
+def test_select_patches_what_it_names_alone(select: Select) -> None:
     report = stiefel_geo.patch(small_vit(), select=select)
     assert [entry.module for entry in report.patched] == ["blocks.0.attn"]
     assert [(entry.module, entry.reason) for entry in report.skipped] == [("blocks.1.attn", "not selected")]
@@ -105,7 +106,7 @@ SPOILERS = {
 @pytest.mark.parametrize(("spoil", "reason"), SPOILERS.values(), ids=SPOILERS.keys())
 def test_a_module_that_is_not_what_its_layout_says_is_skipped_with_the_reason(spoil, reason: str) -> None:
     model = small_vit()
-    spoil(model.blocks[0].attn)
+    spoil(model.get_submodule("blocks.0.attn"))
     report = stiefel_geo.patch(model)
     assert [entry.module for entry in report.patched] == ["blocks.1.attn"]
     assert reason in report.skipped[0].reason
@@ -113,7 +114,7 @@ def test_a_module_that_is_not_what_its_layout_says_is_skipped_with_the_reason(sp
 
 def test_a_weight_shared_by_two_modules_is_skipped() -> None:
     model = small_vit()
-    model.blocks[0].attn.qkv.weight = model.blocks[1].attn.qkv.weight
+    qkv(model).weight = qkv(model, 1).weight
     with pytest.raises(ValueError, match="shared with another module"):
         stiefel_geo.patch(model)
 
@@ -129,7 +130,7 @@ def test_identity_reports_the_change_of_the_projections() -> None:
     old = copy.deepcopy(model)
     report = stiefel_geo.patch(model, core="identity")
     for entry, new, plain in zip(report.patched, attentions(model), attentions(old), strict=True):
-        assert relative(new.qkv.weight[:64], plain.qkv.weight[:64]) == pytest.approx(entry.change)
+        assert relative(*(projection(each, "qkv").weight[:64] for each in (new, plain))) == pytest.approx(entry.change)
     assert "the projections changed by" in str(report)
 
 
@@ -153,18 +154,18 @@ def test_unknown_core_is_refused() -> None:
 
 def test_replaced_parameters_say_that_they_are() -> None:
     model = small_vit()
-    old = model.blocks[0].attn.qkv.weight
+    old = qkv(model).weight
     stiefel_geo.patch(model)
-    frame = model.blocks[0].attn.qkv.parametrizations.weight[0].frames
+    frame = rows_of(qkv(model)).frames
     stiefel_geo.unpatch(model)
-    assert "replaced by patch(model)" in old._stiefel_geo_retired
-    assert "replaced by unpatch(model)" in frame._stiefel_geo_retired
+    assert "replaced by patch(model)" in vars(old)["_stiefel_geo_retired"]
+    assert "replaced by unpatch(model)" in vars(frame)["_stiefel_geo_retired"]
 
 
 def test_requires_grad_survives_patch_and_unpatch() -> None:
     model = small_vit()
-    model.blocks[0].attn.qkv.weight.requires_grad_(False)
+    qkv(model).weight.requires_grad_(False)
     stiefel_geo.patch(model)
-    assert not any(p.requires_grad for p in model.blocks[0].attn.qkv.parametrizations.parameters())
+    assert not any(p.requires_grad for p in rows_of(qkv(model)).parameters())
     stiefel_geo.unpatch(model)
-    assert [block.attn.qkv.weight.requires_grad for block in model.blocks] == [False, True]
+    assert [qkv(model, block).weight.requires_grad for block in (0, 1)] == [False, True]

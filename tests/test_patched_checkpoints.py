@@ -6,6 +6,7 @@ from pathlib import Path
 import geoopt
 import pytest
 import torch
+from support.parts import qkv
 from support.patch_cases import (
     Build,
     built,
@@ -44,7 +45,7 @@ def test_patched_checkpoint_loads_bit_for_bit(build: Build) -> None:
 
 def test_patched_checkpoint_with_a_dead_head_loads_bit_for_bit() -> None:
     source, model = small_vit(), small_vit()
-    source.blocks[0].attn.qkv.weight.data[:32] = 0
+    qkv(source).weight.data[:32] = 0
     stiefel_geo.patch(source)
     stiefel_geo.patch(model)
     model.load_state_dict(source.state_dict(), strict=True)
@@ -153,5 +154,5 @@ def test_projections_that_a_block_replaces_stay_plain_with_a_warning() -> None:
     model = small_vit()
     stiefel_geo.patch(model)
     with pytest.warns(RuntimeWarning, match="plain now"), unpatched(model):
-        model.blocks[0].attn.qkv = nn.Linear(32, 96)
+        model.get_submodule("blocks.0.attn").qkv = nn.Linear(32, 96)
     assert stiefel_geo.patch(model).patched[0].module == "blocks.0.attn"

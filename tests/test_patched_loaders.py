@@ -58,7 +58,9 @@ def test_checkpoint_dispatched_by_accelerate_gives_frames(tmp_path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_from_pretrained_of_a_class_that_patches_in_its_constructor_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers = needs("transformers")
+    needs("transformers")
+    import transformers
+
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8
     )
@@ -82,7 +84,8 @@ def test_from_pretrained_of_a_class_that_patches_in_its_constructor_is_refused(t
 def test_unpatched_model_quantises_as_the_plain_one_and_a_patched_one_is_refused(how: str) -> None:
     def quantised(model: nn.Module) -> nn.Module:
         if how == "quantize_dynamic":
-            return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+            dynamic: nn.Module = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+            return dynamic
         torchao = importlib.import_module("torchao.quantization")
         torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
         return model

@@ -4,9 +4,11 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from support.parts import qkv
 from support.patch_cases import FORMS, images, randomise_, relative, small_vit
 from support.tiny_vit import tiny_vit, train
 from torch import Tensor, nn
@@ -194,10 +196,10 @@ def test_biases_loaded_again_change_nothing(build: Callable[[], nn.Module], core
     assert torch.equal(model(images(model)), before)
 
 
-def with_a_dead_head(**options: object) -> nn.Module:
+def with_a_dead_head(**options: Any) -> nn.Module:
     model = tiny_vit(patched=False)
-    model.blocks[0].attn.qkv.weight.data[:16] = 0
-    model.blocks[1].attn.qkv.weight.data[32:48] = model.blocks[1].attn.qkv.weight.data[32:33]  # of rank one
+    qkv(model).weight.data[:16] = 0
+    qkv(model, 1).weight.data[32:48] = qkv(model, 1).weight.data[32:33]  # of rank one
     stiefel_geo.patch(model, **options)
     return model
 
@@ -214,7 +216,7 @@ def test_resumed_run_is_the_uninterrupted_one_bit_for_bit_with_dead_heads(core: 
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(2, 4))
     fresh = tiny_vit(patched=False)
-    nn.init.normal_(fresh.blocks[0].attn.qkv.weight)
+    nn.init.normal_(qkv(fresh).weight)
     stiefel_geo.patch(fresh, core=core)
     early = optimizer_of(fresh) if first == "optimizer" else None
     fresh.load_state_dict(saved[0])

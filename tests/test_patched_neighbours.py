@@ -2,13 +2,15 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.optional import needs
+from support.parts import qkv
 from support.patch_cases import each_core, images, pair, randomise_, relative, seeded_vit
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -18,9 +20,9 @@ from stiefel_geo.attention.patching import unpatched
 # --- PEFT ----------------------------------------------------------------------------------------
 
 
-def with_lora(model: nn.Module) -> nn.Module:
+def with_lora(model: nn.Module) -> Any:
     peft = needs("peft")
-    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["qkv"])).eval()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["qkv"])).eval()
     for index, (name, p) in enumerate(sorted(adapted.named_parameters())):
         if "lora_" in name:
             nn.init.normal_(p.data, std=0.1, generator=torch.Generator().manual_seed(index))
@@ -112,8 +114,8 @@ def test_a_second_parametrization_stays_through_saving_loading_and_unpatching(
 ) -> None:
     model, plain = pair(core)
     for each in (model, plain):
-        for block in each.blocks:
-            put(block.attn.qkv)
+        for block in range(len(each.blocks)):
+            put(qkv(each, block))
         each.eval()
     x, keys = images(plain), list(plain.state_dict())
     expected = plain(x)
@@ -136,13 +138,13 @@ def test_a_second_parametrization_stays_through_saving_loading_and_unpatching(
 
 def test_a_linear_that_merges_its_adapter_through_data_keeps_its_merge() -> None:
     class Merging(nn.Linear):
-        def train(self, mode: bool = True) -> nn.Module:
+        def train(self, mode: bool = True) -> Self:
             if self.training and not mode:
                 self.weight.data += 0.1
             return super().train(mode)
 
     model = seeded_vit().train()
-    model.blocks[0].attn.qkv.__class__ = Merging
+    qkv(model).__class__ = Merging
     plain = copy.deepcopy(model)
     stiefel_geo.patch(model)
     assert relative(model.eval()(images(model)), plain.eval()(images(plain))) < 1e-5
@@ -178,11 +180,11 @@ def test_plain_names_under_a_wrapper_are_those_of_the_wrapped_plain_model(wrap: 
     assert relative(patched(x), wrapped(x)) < 1e-5
 
 
-def doubled() -> nn.Module:
+def doubled() -> VisionTransformer:
     """A model whose blocks are one, and whose attention hangs under a second name."""
     model = seeded_vit()
     model.blocks[1] = model.blocks[0]
-    model.again = model.blocks[0].attn
+    model.again = model.get_submodule("blocks.0.attn")
     return model
 
 

@@ -37,7 +37,7 @@ def test_traced_model_computes_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["fused, bias", "eva, no bias"])
 def test_fx_traced_features_train_the_frames(name: str) -> None:
-    from timm.models import create_feature_extractor  # type: ignore[attr-defined]
+    from timm.models import create_feature_extractor
 
     model = built(FORMS[name], torch.float32)
     stiefel_geo.patch(model)
@@ -52,7 +52,8 @@ def test_functional_transforms_see_the_frames() -> None:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(values: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, values, (images(model),)).square().sum()
+        output: Tensor = torch.func.functional_call(model, values, (images(model),))
+        return output.square().sum()
 
     gradients = torch.func.grad(loss)(parameters)
     assert all(gradients[name].abs().sum() > 0 for name, _ in stiefel_geo.frames(model))

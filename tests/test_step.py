@@ -1,6 +1,7 @@
 """The update against its literal twin, and the laws that the method promises."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,6 @@ import torch
 from support.cases import SHAPES, frame, gradients, matrices, twins
 
 from stiefel_geo import ScaleFreeRiemannianAdam, stiefel
-from stiefel_geo.optim.bounds import largest_ratio
 
 SETTINGS = [
     {"lr": 1e-3},
@@ -29,7 +29,7 @@ def run(p, grads, **settings):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_step_equals_the_literal_twin(shape: tuple[int, ...], settings: dict) -> None:
+def test_step_equals_the_literal_twin(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     p = frame(*shape)
     expected = twins(p)
     optimizer = ScaleFreeRiemannianAdam([p], **settings)
@@ -131,45 +131,3 @@ def test_trust_radius_bounds_a_step_and_is_reached() -> None:
     assert torch.all(torch.linalg.matrix_norm(p - before) < 0.25)
     assert torch.all(torch.linalg.matrix_norm(xi) > 0.23)
     assert optimizer.state[p]["capped"].tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_purely_normal_gradient_moves_nothing(dtype: torch.dtype) -> None:
-    p = frame(3, 48, 16, dtype=dtype)
-    before = p.detach().clone()
-    generator = torch.Generator().manual_seed(0)
-    optimizer = ScaleFreeRiemannianAdam([p], lr=0.1)
-    for _ in range(20):
-        S = torch.randn(3, 16, 16, dtype=dtype, generator=generator)
-        p.grad = 1e3 * p.detach() @ (S + S.mT)
-        optimizer.step()
-    assert torch.equal(p, before)
-
-
-def test_a_frame_with_a_non_finite_gradient_stays_and_is_counted() -> None:
-    p, alone = frame(3, 12, 4), frame(3, 12, 4)
-    grads = gradients((3, 12, 4), 10)
-    spoilt = [G.clone() for G in grads]
-    spoilt[4][1, 0, 0] = math.nan
-    spoilt[7][1, 2, 3] = math.inf
-    optimizer = run(p, spoilt, lr=0.1)
-    kept = run(alone, [G for k, G in enumerate(grads) if k not in (4, 7)], lr=0.1)
-    assert torch.equal(p[1], alone[1])
-    assert torch.equal(optimizer.state[p]["exp_avg"][1], kept.state[alone]["exp_avg"][1])
-    assert optimizer.state[p]["skipped"].tolist() == [0, 2, 0]
-    assert optimizer.state[p]["step"].tolist() == [10, 8, 10]
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.0, 0.99), (0.9, 0.85)])
-def test_no_sequence_of_gradients_beats_the_largest_ratio(betas: tuple[float, float]) -> None:
-    """Gradients that grow as fast as Cauchy–Schwarz wants reach the bound, and none exceeds it."""
-    beta1, beta2 = betas
-    ratios = []
-    for growth in [1.0, beta2 / beta1 if beta1 else 2.0, 1.05, 1.5]:
-        m = v = 0.0
-        for t in range(1, 400):
-            g = growth ** (t - 400)
-            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-            ratios.append(m / (1 - beta1**t) / math.sqrt(v / (1 - beta2**t)))
-    assert max(ratios) <= largest_ratio(beta1, beta2) * (1 + 1e-9)
-    assert max(ratios) > 0.5 * largest_ratio(beta1, beta2)

@@ -1,7 +1,9 @@
 """The pieces of a step by themselves: where each threshold lies, and which of two equal ways is taken."""
 
 import math
+from typing import Any
 
+import geoopt
 import pytest
 import torch
 from support.cases import frame, gradients
@@ -19,7 +21,7 @@ def scalars(n: int, v: float = 0.0, t: float = 0.0) -> Scalars:
     return Scalars(*(torch.full((n,), value, dtype=torch.float64) for value in (v, t, 0, 0)))
 
 
-def circle() -> torch.Tensor:
+def circle() -> geoopt.ManifoldParameter:
     """The frame (1, 0)ᵀ of St(2, 1), where products are exact."""
     p = frame(2, 1)
     p.data.copy_(torch.tensor([[1.0], [0.0]]))
@@ -205,9 +207,9 @@ def test_parts_of_a_stack_are_views_and_a_single_one_is_the_stack() -> None:
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What every call of `retract_` was given."""
-    seen: list[dict] = []
+    seen: list[dict[str, Any]] = []
     usual = step.retract_
 
     def watched(batch: Batch, Y: torch.Tensor, bound: float, rest: torch.Tensor | None) -> None:
@@ -219,7 +221,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_batches_move_in_their_own_precision_and_in_one_workspace(moves: list[dict], dtype: torch.dtype) -> None:
+def test_batches_move_in_their_own_precision_and_in_one_workspace(
+    moves: list[dict[str, Any]], dtype: torch.dtype
+) -> None:
     step.step_([batch(1, dtype=dtype), batch(2, 1, dtype=dtype), batch(2, dtype=dtype)], scalars(6), USUAL)
     assert [call["n"] for call in moves] == [1, 3, 2]
     assert {call["dtype"] for call in moves} == {dtype}
@@ -228,7 +232,7 @@ def test_batches_move_in_their_own_precision_and_in_one_workspace(moves: list[di
 
 
 def test_frames_at_rest_are_looked_for_only_where_there_may_be_one(
-    moves: list[dict], monkeypatch: pytest.MonkeyPatch
+    moves: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resting = batch(2)
     resting.G[0][1] = 0

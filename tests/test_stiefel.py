@@ -54,11 +54,11 @@ def test_blocked_cross_product_is_the_product(d: int) -> None:
     assert (stiefel.cross(X, Y) - X.mT @ Y).abs().max() < 1e-12
 
 
-def test_blocks_halve_the_error_of_a_gram_matrix_in_float32() -> None:
+def test_blocks_lower_the_error_of_a_gram_matrix_in_float32() -> None:
     W = stiefel.random_frame(8, 768, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     exact = W.double().mT @ W.double()
-    blocked = torch.linalg.matrix_norm(stiefel.cross(W, W) - exact).max()
-    assert blocked < 1.2e-6
+    blocked, whole = (torch.linalg.matrix_norm(gram - exact).max() for gram in (stiefel.cross(W, W), W.mT @ W))
+    assert blocked < 0.9 * whole
 
 
 def test_polar_factor_is_nearer_than_any_other_frame() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from support.attention_case import Case, heads
 from support.attention_cases import CASES, DEGENERATE, PATCHED
+from support.parts import projection, rows_of
 from support.patch_cases import relative
+from timm.models.gcvit import WindowAttentionGlobal
 from torch import Tensor, nn
 
 import stiefel_geo
@@ -61,7 +63,8 @@ def study(index: int) -> Study:
 
 
 def _norms(frames: Tensor) -> Tensor:
-    return torch.linalg.matrix_norm(frames)
+    norms: Tensor = torch.linalg.matrix_norm(frames)
+    return norms
 
 
 @dataclass
@@ -106,7 +109,7 @@ def _first_module(case: Case, plain: nn.Module, patched: nn.Module) -> tuple[lis
     _, old = case.first(plain)
     _, new = case.first(patched)
     for path, spec in case.rows.items():
-        weights = [attention.get_submodule(path).weight for attention in (old, new)]
+        weights = [projection(attention, path).weight for attention in (old, new)]
         cuts = [[rows for role, rows in heads(weight, spec) if role not in ("q", "k")] for weight in weights]
         if not all(torch.equal(a, b) for a, b in zip(*cuts, strict=True)):
             changed.append(path)
@@ -117,7 +120,7 @@ def _first_module(case: Case, plain: nn.Module, patched: nn.Module) -> tuple[lis
 
 def _head_error(owner: nn.Module, by_hand: list[Tensor]) -> float:
     """Largest relative error of W = F·C against a head's rows Wᵀ (r, d), cut by hand; infinite where shapes differ."""
-    carried = owner.parametrizations.weight[0]
+    carried = rows_of(owner)
     frames = [frame for _, stack in carried.named_frames() for frame in stack.detach()]
     cores = [core for _, stack in carried.named_cores() for core in stack.detach()]
     if [frame.shape for frame in frames] != [rows.mT.shape for rows in by_hand]:
@@ -240,8 +243,10 @@ def test_global_blocks_of_gcvit_have_frames_of_keys_alone() -> None:
     stiefel_geo.patch(model)
     name = next(name for name, module in plain.named_modules() if getattr(module, "use_global", False) is True)
     old, new = plain.get_submodule(name), model.get_submodule(name)
-    keys = old.qkv.weight.detach()[: old.qkv.in_features].unflatten(0, (old.num_heads, -1))
-    assert _head_error(new.qkv, list(keys)) < 1e-12
+    qkv = projection(old, "qkv")
+    assert isinstance(old, WindowAttentionGlobal)
+    keys = qkv.weight.detach()[: qkv.weight.shape[1]].unflatten(0, (old.num_heads, -1))
+    assert _head_error(projection(new, "qkv"), list(keys)) < 1e-12
 
 
 def test_the_degenerate_class_is_skipped_with_the_reason() -> None:

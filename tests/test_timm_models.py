@@ -3,7 +3,9 @@
 import copy
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from support.patch_cases import VIT, images, randomise_, relative, small_vit
 from timm.models import nextvit, xcit
 from timm.models.nextvit import NextViT
+from timm.models.vision_transformer import VisionTransformer
 from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
@@ -24,7 +27,7 @@ SHARED = Path(os.environ.get("STIEFEL_GEO_SHARED", Path(__file__).parents[2] / "
 DINO = SHARED / "pretrained" / "vit_small_patch14_dinov2.fp16.safetensors"
 
 
-def model_of(name: str, **overrides: object) -> nn.Module:
+def model_of(name: str, **overrides: Any) -> nn.Module:
     torch.manual_seed(0)
     return randomise_(timm.create_model(name, num_classes=4, **overrides)).double().eval()
 
@@ -65,7 +68,7 @@ def test_fused_convolutions_are_plain_and_compute_the_same(name: str) -> None:
         assert torch.equal(model(x), before)
 
 
-def jax_weights(model: nn.Module) -> dict[str, np.ndarray]:
+def jax_weights(model: nn.Module) -> dict[str, Any]:
     """The npz file that `load_pretrained` reads into these weights."""
     state = {name: value.detach().numpy() for name, value in model.state_dict().items()}
     file = {"cls": state["cls_token"], "Transformer/posembed_input/pos_embedding": state["pos_embed"]}
@@ -129,7 +132,7 @@ def test_filter_that_zips_keys_by_order_works_unpatched(tmp_path: Path) -> None:
 # --- the rest of timm's machinery ----------------------------------------------------------------
 
 
-def changed_alike(change: object, size: int = 16) -> None:
+def changed_alike(change: Callable[[VisionTransformer], object], size: int = 16) -> None:
     """`change` does to a patched model what it does to a plain one."""
     plain = small_vit(dynamic_img_size=True).double()
     model = copy.deepcopy(plain)
@@ -142,11 +145,15 @@ def changed_alike(change: object, size: int = 16) -> None:
 
 
 def test_reset_classifier_keeps_the_frames() -> None:
-    changed_alike(lambda model: model.reset_classifier(7) or model.double())
+    def reset(model: VisionTransformer) -> None:
+        model.reset_classifier(7)
+        model.double()
+
+    changed_alike(reset)
 
 
 def test_set_input_size_keeps_the_frames() -> None:
-    changed_alike(lambda model: model.set_input_size(img_size=24), size=24)
+    changed_alike(lambda model: model.set_input_size(img_size=(24, 24)), size=24)
 
 
 def test_dynamic_image_size_works() -> None:
@@ -157,7 +164,9 @@ def test_forward_intermediates_are_the_same() -> None:
     plain = small_vit().double()
     model = copy.deepcopy(plain)
     stiefel_geo.patch(model)
-    for a, b in zip(*(each.forward_intermediates(images(plain))[1] for each in (model, plain)), strict=True):
+    ours: Any = model.forward_intermediates(images(plain))  # one of three types
+    theirs: Any = plain.forward_intermediates(images(plain))
+    for a, b in zip(ours[1], theirs[1], strict=True):
         assert relative(a, b) < 1e-10
 
 
@@ -221,6 +230,7 @@ def dino() -> nn.Module:
     from safetensors.torch import load_file
 
     model = timm.create_model("vit_small_patch14_dinov2.lvd142m", img_size=70, num_classes=0)
+    assert isinstance(model, VisionTransformer)
     state = timm.models.vision_transformer.checkpoint_filter_fn(load_file(DINO), model)
     model.load_state_dict({name: value.float() for name, value in state.items()})
     return model.eval()

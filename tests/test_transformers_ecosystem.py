@@ -157,7 +157,7 @@ def test_accelerates_fsdp2_state_loads_and_goes_on_as_before(sharded: list[dict[
 
 def test_trainer_resumes_a_patched_model_bit_for_bit(tmp_path: Path) -> None:
     def trained(resumed: str | None) -> nn.Module:
-        model = tiny("llama").train()
+        model: nn.Module = tiny("llama").train()
         stiefel_geo.patch(model)
         optimizer = stiefel_geo.ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.01), lr=3e-3)
         arguments = transformers.TrainingArguments(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,27 @@ rows, stages = validation["rows"], validation["stages"]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a whole smoke run that ended well."""
     out = tmp_path_factory.mktemp("whole")
-    command = [sys.executable, "-W", "ignore", EXAMPLES / "validate_gpu.py", "--device", "cpu", "--smoke", "--out", out]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(EXAMPLES / "validate_gpu.py"),
+        "--device",
+        "cpu",
+        "--smoke",
+        "--out",
+        str(out),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
     return out
 
 
-def report(out: Path) -> dict:
+def report(out: Path) -> Any:
     return json.loads((out / "report.json").read_text())
 
 
-def found(out: Path, stage: str) -> dict[str, dict]:
+def found(out: Path, stage: str) -> dict[str, Any]:
     return {row["check"]: row for row in report(out)["stages"][stage]["rows"]}
 
 
@@ -86,7 +97,7 @@ def run(tmp_path, monkeypatch):
         cases = [f"if name == {name!r}:\n    {body}\n" for name, body in bodies.items()]
         (tmp_path / "fake.py").write_text(FAKE + "".join(cases))
         monkeypatch.setattr(stages, "SCRIPT", tmp_path / "fake.py")
-        return validate_gpu.main(["--device", "cpu", "--out", str(tmp_path), "--only", *bodies])
+        return int(validate_gpu.main(["--device", "cpu", "--out", str(tmp_path), "--only", *bodies]))
 
     return with_stages
 

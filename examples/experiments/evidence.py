@@ -15,7 +15,7 @@ HELD = 0.9  # validation accuracy that counts as generalised
 Arms = Mapping[str, Mapping[int, Record]]
 
 
-def common(config: Config) -> dict:
+def common(config: Config) -> Config:
     return {name: value for name, value in config.items() if name not in OF_A_RUN}
 
 
@@ -24,7 +24,7 @@ def pairs_only(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record["config"]["seed"] < FIRST_GRID_SEED]
 
 
-def main_configuration(records: Sequence[Record]) -> dict:
+def main_configuration(records: Sequence[Record]) -> Config:
     """The configuration that most arms were run in."""
     arms: dict[str, set[str]] = {}
     for record in pairs_only(records):
@@ -83,7 +83,7 @@ def described(config: Config) -> str:
 def held(record: Record) -> float:
     """Share of the late rows in which validation accuracy is above HELD."""
     late = [row for row in record["rows"] if row["epoch"] > LATE * record["reached"]]
-    return sum(row["val_accuracy"] > HELD for row in late) / len(late)
+    return sum(bool(row["val_accuracy"] > HELD) for row in late) / len(late)
 
 
 def collapses(record: Record) -> int:
@@ -132,5 +132,5 @@ def by_k(records: Sequence[Record]) -> dict[tuple[float, float], list[float]]:
     return found
 
 
-def _but_peak(record: Record) -> dict:
+def _but_peak(record: Record) -> Config:
     return {name: value for name, value in common(record["config"]).items() if name != "peak_lr"}

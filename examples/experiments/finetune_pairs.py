@@ -1,7 +1,7 @@
-"""Does patching help when a pretrained ViT is fine-tuned, and at which learning rate? Paired runs of finetune.py.
+r"""Does patching help when a pretrained ViT is fine-tuned, and at which learning rate? Paired runs of finetune.py.
 
-    python examples/experiment.py finetune_pairs --data ../shared/data/cifar10-jpeg \\
-        --model vit_small_patch14_dinov2.lvd142m \\
+    python examples/experiment.py finetune_pairs --data ../shared/data/cifar10-jpeg \
+        --model vit_small_patch14_dinov2.lvd142m \
         --checkpoint ../shared/pretrained/vit_small_patch14_dinov2.fp16.safetensors
 
 The arms of a pair share weights, learning rate, the start of the new head and the order of the images: the last two

@@ -1,12 +1,13 @@
 """The arms of the ablation: what moves the query and key frames, one small change at a time.
 
-`RiemannianStep` is the package's step written out literally; each subclass changes one line of it.
+Two of them change one formula each of the package's literal step.
 Everything that is not a frame is trained by the same AdamW in every arm.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import geoopt
 import torch
@@ -15,73 +16,28 @@ from torch.optim import AdamW, Optimizer
 
 import stiefel_geo
 from stiefel_geo import stiefel
-from stiefel_geo.retraction import retract
+from stiefel_geo.optim.literal import LiteralStep
 
 BETAS = (0.9, 0.999)
 FLAT = torch.contiguous_format
 Views = Callable[[Tensor], Sequence[Tensor]]
 
 
-class RiemannianStep(Optimizer):
-    """g → m, v → ξ = −lr·m̂/√v̂ → cap → polar retraction, for frames W (n, d, r).
-
-    State per parameter: m (n, d, r), v of the shape that `square` returns, t the number of steps.
-    """
-
-    def __init__(self, frames: Iterable[nn.Parameter], lr: float, trust_radius: float = 1.0) -> None:
-        super().__init__(list(frames), {"lr": lr})
-        self.trust_radius = trust_radius
-
-    def gradient(self, W: Tensor, G: Tensor) -> Tensor:
-        """Riemannian gradient of the embedded metric: P_W(G)."""
-        return stiefel.project(W, G)
-
-    def square(self, g: Tensor) -> Tensor:
-        """‖g‖²/(d·r), one number a frame."""
-        return g.square().mean((-2, -1), keepdim=True)
-
-    def direction(self, W: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        """m̂/√v̂ with 0/0 = 0; what is returned is tangent at W."""
-        return torch.where(v > 0, m / v.sqrt(), 0.0)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for W in group["params"]:
-                if W.grad is not None:
-                    self._move(W, W.grad, self.state[W], group["lr"])
-
-    def _move(self, W: Tensor, G: Tensor, state: dict, lr: float) -> None:
-        beta1, beta2 = BETAS
-        g = self.gradient(W, G)
-        square = self.square(g)
-        if not state:
-            state.update(t=0, m=torch.zeros_like(W), v=torch.zeros_like(square))
-        state["t"] += 1
-        state["m"] = stiefel.project(W, beta1 * state["m"] + (1 - beta1) * g)
-        state["v"] = beta2 * state["v"] + (1 - beta2) * square
-        m, v = state["m"] / (1 - beta1 ** state["t"]), state["v"] / (1 - beta2 ** state["t"])
-        xi = -lr * self.direction(W, m, v)
-        length = torch.linalg.matrix_norm(xi, keepdim=True)
-        xi = xi * (self.trust_radius / length).clamp(max=1)
-        W.copy_(retract(W + xi, self.trust_radius))
-
-
-class CanonicalStep(RiemannianStep):
+class CanonicalStep(LiteralStep):
     """Gradient of the canonical metric, G − W·GᵀW: its rotation inside the frame counts twice."""
 
-    def gradient(self, W: Tensor, G: Tensor) -> Tensor:
+    def project(self, W: Tensor, G: Tensor) -> Tensor:
         return G - W @ (G.mT @ W)
 
 
-class ElementwiseStep(RiemannianStep):
+class ElementwiseStep(LiteralStep):
     """One second moment per entry, as in Adam: no longer equivariant, and the quotient is tangent only after P_W."""
 
-    def square(self, g: Tensor) -> Tensor:
+    def mean_square(self, g: Tensor) -> Tensor:
         return g.square()
 
     def direction(self, W: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return stiefel.project(W, super().direction(W, m, v))
+        return stiefel.project(W, super().direction(W, m, v).to(W.dtype))
 
 
 class ElsewhereLaidOut:
@@ -98,17 +54,29 @@ class ElsewhereLaidOut:
 
     @torch.no_grad()
     def step(self) -> None:
-        for copy, G in zip(self.copies, self._parts([W.grad for W in self.frames]), strict=True):
+        for copy, W, G in zip(self.copies, self._parts(self.frames), self._parts(_gradients(self.frames)), strict=True):
+            copy.copy_(W)
             copy.grad = G.contiguous()
         self.inner.step()
         for copy, view in zip(self.copies, self._parts(self.frames), strict=True):
             view.copy_(copy)
 
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
     def _parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [view for W in tensors for view in self.views(W)]
 
 
-Build = Callable[[list[nn.Parameter], float], Optimizer | ElsewhereLaidOut]
+def _gradients(frames: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [G for W in frames if (G := W.grad) is not None]
+
+
+Moving = Optimizer | ElsewhereLaidOut
+Build = Callable[[list[nn.Parameter], float], Moving]
 
 
 def _muon(frames: list[nn.Parameter], lr: float, decay: float) -> ElsewhereLaidOut:
@@ -128,14 +96,19 @@ def _pogo(frames: list[nn.Parameter], lr: float) -> ElsewhereLaidOut:
 
 
 def _geoopt_adam(frames: list[nn.Parameter], lr: float) -> Optimizer:
-    """geoopt's RiemannianAdam. On Stiefel its second moment is ONE number a frame too, but a sum over the entries
-    instead of a mean: at an equal lr it steps √(d·r) times shorter than ours."""
-    return geoopt.optim.RiemannianAdam(frames, lr=lr, betas=BETAS)
+    """geoopt's RiemannianAdam.
+
+    On Stiefel its second moment is ONE number a frame too, but a sum over the entries instead of a mean: at an equal
+    lr it steps √(d·r) times shorter than ours.
+    """
+    optimizer: Optimizer = geoopt.optim.RiemannianAdam(frames, lr=lr, betas=BETAS)
+    return optimizer
 
 
 def _riemannian_sgd(frames: list[nn.Parameter], lr: float) -> Optimizer:
     """The fixed step: geoopt's Riemannian SGD with momentum."""
-    return geoopt.optim.RiemannianSGD(frames, lr=lr, momentum=0.9)
+    optimizer: Optimizer = geoopt.optim.RiemannianSGD(frames, lr=lr, momentum=0.9)
+    return optimizer
 
 
 def _scale_free(trust_radius: float) -> Build:
@@ -178,13 +151,13 @@ def as_arm(arm: str, frames: list[nn.Parameter], seed: int) -> list[nn.Parameter
 
 def optimizers(
     arm: str, frames: list[nn.Parameter], others: list[nn.Parameter], lr: float, decay: float, k: float = 1.0
-) -> list:
+) -> list[Moving]:
     """AdamW for everything else (matrices decayed, vectors not), and the arm's own step for the frames at k·lr."""
     matrices, vectors = [p for p in others if p.ndim == 2], [p for p in others if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     if arm.startswith("adamw"):
         groups.append({"params": frames, "weight_decay": 0.0 if arm == "adamw_no_decay" else decay, "lr": k * lr})
-    result: list[Optimizer | ElsewhereLaidOut] = [AdamW(groups, lr=lr, betas=BETAS, fused=True)]
+    result: list[Moving] = [AdamW(groups, lr=lr, betas=BETAS, fused=True)]
     build = ON_MANIFOLD.get(arm)
     if build is not None:
         result.append(build(frames, k * lr))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from .frame_steps import as_arm, optimizers
+from .frame_steps import Moving, as_arm, optimizers
 from .harness import RESULTS, Config, Record, append_record, key, provenance, run_grid, side_by_side
 from .modular_transformer import ModularTransformer
 from .patch_transformer import frames, others, replace_frames, spectrum
@@ -50,7 +50,7 @@ def equations(config: Config) -> tuple[Tensor, Tensor]:
     return pairs[order[:count]], pairs[order[count:]]
 
 
-def build(config: Config) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def build(config: Config) -> tuple[ModularTransformer, list[Moving]]:
     torch.manual_seed(config["seed"])
     model = ModularTransformer(config["p"], config["width"], config["heads"])
     replace_frames(model, as_arm(config["arm"], frames(model), config["seed"]))
@@ -58,7 +58,7 @@ def build(config: Config) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
 
 
 @torch.no_grad()
-def row(epoch: int, model: nn.Module, train: Tensor, val: Tensor) -> Record:
+def row(epoch: int, model: ModularTransformer, train: Tensor, val: Tensor) -> Record:
     """Accuracies, loss, the norm of the output logits, and the singular values of queries and keys."""
     result: Record = {"epoch": epoch}
     for name, pairs in (("train", train), ("val", val)):
@@ -97,12 +97,12 @@ def run(config: Config, work: Path, deadline: float) -> Record:
     return {"reached": config["epochs"], "rows": rows}
 
 
-def save(file: Path, model: nn.Module, opts: list[torch.optim.Optimizer], rows: list[Record]) -> None:
+def save(file: Path, model: nn.Module, opts: list[Moving], rows: list[Record]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     save_state(file, {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts], "rows": rows})
 
 
-def resume(file: Path, model: nn.Module, opts: list[torch.optim.Optimizer]) -> list[Record]:
+def resume(file: Path, model: nn.Module, opts: list[Moving]) -> list[Record]:
     """Load what is saved, if anything; returns the rows so far."""
     if not file.exists():
         return []

@@ -39,4 +39,5 @@ class ModularTransformer(nn.Module):
         values = F.embedding(index, self.attention.value(y)).unflatten(-1, (weights.shape[-1], -1))
         mixed = torch.einsum("nsh,nshr->nhr", weights, values).flatten(1)
         z = x[-1] + self.attention.out(mixed)
-        return self.head(self.norm(z + self.mlp(self.norm2(z))))
+        logits: Tensor = self.head(self.norm(z + self.mlp(self.norm2(z))))
+        return logits

@@ -26,13 +26,13 @@ class Paired(NamedTuple):
 
     n: int
     mean: float
-    sd: float
-    low: float
-    high: float
-    t: float
-    p: float
-    wins: int
-    wilcoxon_p: float
+    sd: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    t: float = math.nan
+    p: float = math.nan
+    wins: int = 0
+    wilcoxon_p: float = math.nan
 
 
 def paired(differences: Sequence[float]) -> Paired:
@@ -41,11 +41,11 @@ def paired(differences: Sequence[float]) -> Paired:
     n, wins = len(x), int((x > 0).sum())
     mean = float(x.mean()) if n else math.nan
     if n < 2:
-        return Paired(n, mean, *[math.nan] * 5, wins, math.nan)
+        return Paired(n, mean, wins=wins)
     sd = float(x.std(ddof=1))
     half = float(stats.t.ppf(0.975, n - 1)) * sd / math.sqrt(n)
     if sd == 0:  # scipy has no answer where every difference is the same
-        return Paired(n, mean, sd, mean, mean, math.nan, math.nan, wins, math.nan)
+        return Paired(n, mean, sd, mean, mean, wins=wins)
     test = stats.ttest_1samp(x, 0.0)
     signed = stats.wilcoxon(x, method="exact" if (x != 0).all() else "approx")
     t, p = float(test.statistic), float(test.pvalue)

@@ -87,14 +87,15 @@ class PatchRuns:
             for seed in one.keys() & other.keys():
                 gains.setdefault(seed, []).append((math.log2(images), 100 * (one[seed] - other[seed])))
         whole = [points for _, points in sorted(gains.items()) if len(points) == len(sizes) > 1]
-        return [float(np.polyfit(*zip(*points, strict=True), 1)[0]) for points in whole]
+        lines = (zip(*points, strict=True) for points in whole)
+        return [float(np.polyfit(doublings, points, 1)[0]) for doublings, points in lines]
 
     def rest_lr(self) -> float:
         """The lr of the rest at which the curves are drawn: AdamW's own."""
         return self.tuned(BASE_IMAGES, "adamw").lr
 
 
-def common(config: Config) -> dict:
+def common(config: Config) -> Config:
     return {name: value for name, value in config.items() if name not in OF_A_RUN}
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from stiefel_geo import stiefel
 
-from .frame_steps import as_arm, optimizers
+from .frame_steps import Moving, as_arm, optimizers
 from .harness import Config, Record
 from .patch_transformer import PatchTransformer, frames, others, replace_frames, spectrum
 
@@ -81,7 +81,8 @@ class Looks:
     """How far the frames move in one step: RMS over the entries of each frame, kept for every tenth step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.moved = model, []
+        self.model = model
+        self.moved: list[float] = []
 
     def around(self, step: Callable[[], None], look: bool) -> None:
         before = [frame.detach().clone() for frame in frames(self.model)] if look else []
@@ -103,7 +104,7 @@ def loss_and_hits(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Ten
 fused_loss_and_hits = torch.compile(loss_and_hits)  # with bfloat16 products it takes 0.6 of the time on our CPUs
 
 
-def build(config: Config, device: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def build(config: Config, device: str) -> tuple[nn.Module, list[Moving]]:
     """The pair's common start, with the frames as the arm wants them, and the arm's optimizers."""
     torch.manual_seed(config["seed"])
     model = PatchTransformer(config)
@@ -112,7 +113,7 @@ def build(config: Config, device: str) -> tuple[nn.Module, list[torch.optim.Opti
     return model, optimizers(config["arm"], frames(model), others(model), config["lr"], config["decay"], config["k"])
 
 
-def train(model: nn.Module, opts: list[torch.optim.Optimizer], data: Split, config: Config) -> list[Record]:
+def train(model: nn.Module, opts: list[Moving], data: Split, config: Config) -> list[Record]:
     """All steps of a run; one row of metrics at each of MARKS equal parts."""
     rows: list[Record] = []
     looks, sums, steps = Looks(model), torch.zeros(2), config["steps"]

@@ -38,7 +38,8 @@ class HeadAttention(nn.Module):
         q, k = self.queries_and_keys(x)
         v = self.value(x).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)  # b n (h r) -> b h n r
         mixed = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v  # faster here than the fused kernel of CPUs
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class Block(nn.Module):
@@ -49,7 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        wider: Tensor = self.mlp(self.norm2(x))
+        return x + wider
 
 
 def sin_cos(n: int, d: int) -> Tensor:
@@ -82,7 +84,8 @@ class PatchTransformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         patches = F.pixel_unshuffle(images, self.patch).flatten(2).transpose(1, 2)  # b (c p p) n -> b n (c p p)
         x = self.blocks(self.embed(patches) + self.position)
-        return self.head(self.norm(x).mean(1))
+        logits: Tensor = self.head(self.norm(x).mean(1))
+        return logits
 
 
 def attentions(model: nn.Module) -> list[HeadAttention]:

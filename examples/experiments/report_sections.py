@@ -19,7 +19,7 @@ from .evidence import (
     with_endpoints,
 )
 from .frame_steps import ARMS
-from .harness import Record, key
+from .harness import Config, Record, key
 from .paired_statistics import AHEAD, BEHIND, LEVEL, NOT_TESTABLE, UNDECIDED, Paired, paired, side
 from .patch_evidence import SIZES, Cell, PatchRuns, passes, range_of_k, screen, tuning_curves
 from .patch_stages import BASE_IMAGES, HEADLINE, MANY_IMAGES, WORTH
@@ -117,7 +117,7 @@ def _mean(runs: Mapping[int, Record]) -> str:
     return f"{100 * np.mean([run['test_accuracy'] for run in runs.values()]):.2f}"
 
 
-def old_section(records: Sequence[Record], main: dict) -> str:
+def old_section(records: Sequence[Record], main: Config) -> str:
     """The 16-pixel runs: every arm against AdamW, and weight decay × data."""
     arms = by_arm(records, main)
     rows = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in the place of `path` in one rename.
 
     Both the file and its folder are fsynced: after a power cut the name leads to the old content or to

@@ -55,9 +55,8 @@ def prepare(
     """Train and test images under timm's transforms: light crops (and mirroring) for training alone."""
     config = resolve_model_data_config(model)
     colours = {key: config[key] for key in ("mean", "std", "interpolation")}
-    train = create_transform(
-        size, is_training=True, scale=(0.7, 1.0), hflip=0.5 * images.mirror, color_jitter=None, **colours
-    )
+    crops: dict[str, Any] = {"scale": (0.7, 1.0), "hflip": 0.5 * images.mirror, "color_jitter": None}
+    train = create_transform(size, is_training=True, **crops, **colours)
     test = create_transform(size, crop_pct=1.0, **colours)
     return Prepared(images.train, train, limits[0]), Prepared(images.test, test, limits[1])
 

@@ -44,7 +44,7 @@ def load_images(data: str, root: Path | None, download: bool) -> Images:
 def digits() -> Images:
     """1,797 handwritten digits of 8×8 pixels in scikit-learn's default split (3 : 1), stratified, seed 0."""
     values, labels = load_digits(return_X_y=True)
-    pixels = np.uint8(np.round(values.reshape(-1, 8, 8) * (255 / 16)))
+    pixels = np.round(values.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     pairs = [(Image.fromarray(p).convert("RGB"), int(label)) for p, label in zip(pixels, labels, strict=True)]
     train, test = train_test_split(pairs, stratify=labels, random_state=0)
     return Images(train, test, classes=10, mirror=False)

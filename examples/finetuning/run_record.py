@@ -107,4 +107,4 @@ def verdict(rows: Sequence[Row], arms: Sequence[str], images: int) -> str:
 def _right(arm: str, rows: Sequence[Row], images: int) -> int:
     """Test images that the arm's last epoch gets right."""
     last = [row for row in rows if row["arm"] == arm][-1]
-    return round(last["test_accuracy"] * images)
+    return round(float(last["test_accuracy"]) * images)

@@ -4,6 +4,7 @@ import copy
 import difflib
 import sys
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -23,7 +24,7 @@ def starting_model(name: str, classes: int, size: int | None, checkpoint: Path |
     if checkpoint is not None:
         load_weights(model, name, checkpoint)
     elif name == SMALL:
-        head = copy.deepcopy(model.get_classifier())
+        head = copy.deepcopy(model.get_submodule("head"))
         load_weights(model, name, ASSET)
         model.head = head  # the asset's own head names CIFAR-10's classes
     return model
@@ -35,11 +36,16 @@ def input_size(model: nn.Module, size: int | None) -> int:
         return size
     embed = getattr(model, "patch_embed", None)
     grid = getattr(embed, "img_size", None)
-    return int(grid[0] if grid else model.pretrained_cfg["input_size"][-1])
+    return int(grid[0] if grid else _pretrained_cfg(model)["input_size"][-1])
+
+
+def _pretrained_cfg(model: nn.Module) -> dict[str, Any]:
+    """What timm knows of the model's weights; most of its models have it."""
+    return getattr(model, "pretrained_cfg", None) or {}
 
 
 def _build(name: str, classes: int, size: int | None, pretrained: bool) -> nn.Module:
-    sized = {} if size is None else {"img_size": size}
+    sized: dict[str, Any] = {} if size is None else {"img_size": size}
     if name == SMALL:
         return small_vit(classes, **sized)
     if not timm.is_model(name):
@@ -85,7 +91,7 @@ def load_weights(model: nn.Module, name: str, path: Path) -> None:
 
 def _check_shapes(model: nn.Module, name: str, path: Path, state: dict[str, Tensor]) -> None:
     """File and model must agree in every weight but the head's; drops a head of another shape."""
-    heads = model.pretrained_cfg.get("classifier") or ()
+    heads = _pretrained_cfg(model).get("classifier") or ()
     heads = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
     needed = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     found = {key: tuple(value.shape) for key, value in state.items()}

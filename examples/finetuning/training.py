@@ -20,7 +20,7 @@ from .batches import moved
 from .frame_watch import FrameWatch, spectrum
 from .process_group import rank, summed, world
 
-Batches = DataLoader[tuple[Tensor, Tensor]]
+Batches = DataLoader[Any]  # of images and labels
 
 
 @dataclass

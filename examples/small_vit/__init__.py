@@ -4,13 +4,14 @@ Its architecture, its weights, and `pretrain.py`, which made them.
 """
 
 from pathlib import Path
+from typing import Any
 
 import timm
 from torch import nn
 
 ASSET = Path(__file__).resolve().with_name("cifar10.safetensors")
 ARCHITECTURE = "vit_tiny_patch16_224"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "img_size": 32,
     "patch_size": 4,
     "embed_dim": 128,
@@ -22,6 +23,6 @@ SHAPE = {
 }
 
 
-def small_vit(num_classes: int, **changes: object) -> nn.Module:
+def small_vit(num_classes: int, **changes: Any) -> nn.Module:
     """Untrained default model: 0.68 M parameters, 32 px in patches of 4 px."""
     return timm.create_model(ARCHITECTURE, num_classes=num_classes, **{**SHAPE, **changes})

@@ -24,13 +24,13 @@ import timm
 import torch
 from finetuning.atomic_files import fill, load_state, save_state, write_atomically
 from timm.data import create_dataset
-from timm.layers import build_sincos2d_pos_embed, set_fused_attn
+from timm.layers import PatchDropout, build_sincos2d_pos_embed, set_fused_attn
 from timm.optim import param_groups_weight_decay
 from timm.scheduler import CosineLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import ASSET, small_vit
+from . import ASSET, SHAPE, small_vit
 
 Images = tuple[Tensor, Tensor]  # uint8 (n, 3, 32, 32), int64 (n,)
 
@@ -118,8 +118,8 @@ def build(args: argparse.Namespace, steps: int) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(args.seed)
     model = small_vit(num_classes=10, patch_drop_rate=0.5)
     # A grid of sines as the starting position embedding: in a run this short a random one costs points.
-    sines = build_sincos2d_pos_embed([8, 8], dim=model.embed_dim)
-    model.pos_embed.data.copy_(sines / sines.square().mean().sqrt() * 0.2)
+    sines = build_sincos2d_pos_embed([8, 8], dim=SHAPE["embed_dim"])
+    model.get_parameter("pos_embed").data.copy_(sines / sines.square().mean().sqrt() * 0.2)
     optimizer = torch.optim.AdamW(param_groups_weight_decay(model, args.weight_decay), lr=args.lr, betas=(0.9, 0.98))
     scheduler = CosineLRScheduler(
         optimizer, t_initial=args.epochs * steps, warmup_t=min(2, args.epochs) * steps,
@@ -180,9 +180,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimizer.load_state_dict(state["optimizer"])
         first, seconds, legs = state["epoch"], state["seconds"], state["legs"]
     legs = [*legs, (first, args.command)]
+    patch_drop = next(module for module in model.modules() if isinstance(module, PatchDropout))
     for epoch in range(first, args.epochs):
         started = time.perf_counter()
-        model.patch_drop.prob = 0.5 if epoch < args.epochs - args.full_epochs else 0.0
+        patch_drop.prob = 0.5 if epoch < args.epochs - args.full_epochs else 0.0
         loss = train_epoch(model, train, optimizer, scheduler, epoch, args)
         seconds += time.perf_counter() - started
         row = {"epoch": epoch + 1, "loss": loss, "seconds": seconds}

@@ -36,7 +36,8 @@ def path(start: Tensor, gradients: list[Tensor], device: str, dtype: torch.dtype
     for G in gradients:
         frame.grad = G.to(device, dtype)
         optimizer.step()
-    return frame.detach().cpu()
+    end: Tensor = frame.detach().cpu()
+    return end
 
 
 def length(X: Tensor) -> float:

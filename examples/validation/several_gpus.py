@@ -4,6 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -18,7 +19,14 @@ from .rows import Row, Settings, at_most, left_out
 
 WORLD, STEPS, BATCH = 2, 10, 8
 LARGEST_GAP, LARGEST_DEFECT = 1e-4, 1e-5
-SHAPE = {"img_size": 32, "patch_size": 16, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
+SHAPE: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 16,
+    "embed_dim": 64,
+    "depth": 2,
+    "num_heads": 4,
+    "num_classes": 10,
+}
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -57,9 +65,10 @@ def on_rank(rank: int, device: str, folder: str) -> None:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"DDP": DistributedDataParallel, "FSDP2": sharded}

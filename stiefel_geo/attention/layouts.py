@@ -87,17 +87,19 @@ class Rows:
 class Layout:
     """Where one attention class keeps its queries and keys.
 
-    rows          projection → order of its rows. "q k v": all heads of q, then of k, then of v.
-                  "(q k v)": head by head. Any other word stands for rows that are left as they are.
-                  A projection that an instance does not have (absent or None) is passed over, so
-                  fused and separate forms share a row; "qkvs.*.conv" stands for one per index.
-    heads         query heads in one projection;  kv_heads: key heads, where they differ
-    width         rows of one head in q and k; None: the projection's rows in equal parts
-    k_width       rows of one head in k, where they differ from q's
-    ahead         rows of the word "mlp"
-    groups        how often the words in parentheses repeat, where it is not once per head
-    transposed    whether weights are stored (columns, rows), as in a Conv1D of GPT-2
-    skip          why the class is left alone although it projects queries and keys
+    Attributes:
+        rows: projection → order of its rows. "q k v": all heads of q, then of k, then of v. "(q k v)": head by head.
+            Any other word stands for rows that are left as they are. A projection that an instance does not have
+            (absent or None) is passed over, so fused and separate forms share a row; "qkvs.*.conv" stands for one
+            per index.
+        heads: query heads in one projection.
+        kv_heads: key heads, where they differ.
+        width: rows of one head in q and k; None: the projection's rows in equal parts.
+        k_width: rows of one head in k, where they differ from q's.
+        ahead: rows of the word "mlp".
+        groups: how often the words in parentheses repeat, where it is not once per head.
+        transposed: whether weights are stored (columns, rows), as in a Conv1D of GPT-2.
+        skip: why the class is left alone although it projects queries and keys.
     """
 
     rows: Orders = field(default_factory=dict)
@@ -170,6 +172,7 @@ _RULES: list[Rule] = []
 
 
 def class_name(cls: type) -> str:
+    """The name that layouts are registered under: "package.module.Class"."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

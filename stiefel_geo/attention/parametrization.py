@@ -60,6 +60,8 @@ class FrameRows(nn.Module):
     rounded to bfloat16 is orthonormal only to 1e-2.
     """
 
+    frames: geoopt.ManifoldParameter  # of one head width; several have names with numbers
+    core: Tensor
     rest: nn.Parameter | None
     _parameters: FrameParameters
 
@@ -236,7 +238,7 @@ class FrameRows(nn.Module):
 
 
 if torch.__version__ < ONE_GRAPH_FROM:  # the model around the weight still compiles
-    FrameRows.__call__ = torch.compiler.disable(FrameRows.__call__)  # type: ignore[method-assign, no-untyped-call]
+    FrameRows.__call__ = torch.compiler.disable(FrameRows.__call__)  # type: ignore[method-assign]
 
 
 def _head_rows(F: Tensor, C: Tensor | None) -> Tensor:

@@ -46,17 +46,19 @@ class _Site:
 def patch(model: nn.Module, *, core: str = "learn", select: Select | None = None) -> PatchReport:
     """Put the query and key projections of every attention module of `model` on the Stiefel manifold, in place.
 
-    core     "learn": W = F·C with a trained Euclidean core C, the same function as before;
-             "freeze": the same with C fixed; "identity": W = F alone, the function changes and the report says
-             by how much.
-    select   which attention modules, by name: a glob ("blocks.[0-5].*"), several, or a function
-             (name, module) → bool. None: all.
-
     Build optimizers after it: the frames are new parameters. Patching a patched model changes nothing.
     Everything is checked first; on any error the model is as it was.
 
-    Raises ValueError where nothing can be patched, where `select` matches nothing, and where a selected module
-    cannot be patched; each with what was found.
+    Args:
+        model: any model with attention modules that timm's or transformers' tables or `register_attention` name.
+        core: "learn": W = F·C with a trained Euclidean core C, the same function as before; "freeze": the same with
+            C fixed; "identity": W = F alone, the function changes and the report says by how much.
+        select: which attention modules, by name: a glob ("blocks.[0-5].*"), several, or a function
+            (name, module) → bool. None: all.
+
+    Raises:
+        ValueError: nothing can be patched, `select` matches nothing, or a selected module cannot be patched; each
+            with what was found.
     """
     _check(model, core)
     sites = _survey(model)

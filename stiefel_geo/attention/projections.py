@@ -110,6 +110,7 @@ def _get(module: nn.Module, path: str) -> object:
 
 
 def _projection(attention: nn.Module, layout: Layout, path: str, row: str) -> Projection:
+    """The projection at `path`, which leads to a module with a weight, to a weight, or to what makes one."""
     parent, _, last = path.rpartition(".")
     target = _get(attention, path)
     weight = not isinstance(target, nn.Module) or isinstance(target, FrameRows)

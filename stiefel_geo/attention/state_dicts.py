@@ -42,7 +42,7 @@ def frame_rows_by_prefix(model: nn.Module) -> dict[str, FrameRows]:
 
 
 def plain_key(prefix: str) -> str:
-    """ "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
+    """Key of the weight that is made there: "a.qkv.parametrizations.weight.0." → "a.qkv.weight"."""
     owner, _, tensor = f".{prefix}".removesuffix(".0.").rpartition(".parametrizations.")
     return f"{owner}.{tensor}".removeprefix(".")
 
@@ -50,11 +50,12 @@ def plain_key(prefix: str) -> str:
 def attach_hooks(owner: nn.Module) -> None:
     """Let `owner` load plain keys, and save them for `plain_state_dict`."""
     detach_hooks(owner)
-    owner.register_load_state_dict_pre_hook(_factorise_plain_keys)  # type: ignore[no-untyped-call]
-    owner.register_state_dict_post_hook(_fold_into_plain_keys)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(_factorise_plain_keys)
+    owner.register_state_dict_post_hook(_fold_into_plain_keys)
 
 
 def detach_hooks(owner: nn.Module) -> None:
+    """Take off what `attach_hooks` put on."""
     for hooks in (owner._load_state_dict_pre_hooks, owner._state_dict_hooks):
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in _HOOKS]:
             del hooks[key]

@@ -34,10 +34,12 @@ def certify(
 ) -> list[Certificate]:
     """Certificates of the given propositions on frames of the given shapes (d, r), in that order.
 
-    optimizer   what is certified: called as `ScaleFreeRiemannianAdam(params, lr=…, …)` and read through its
-                parameters and its documented state `exp_avg`.
-
-    d has to be a multiple of r: propositions 5 and 6 look at an attention layer with d/r heads. They need timm.
+    Args:
+        shapes: d has to be a multiple of r: propositions 5 and 6 look at an attention layer with d/r heads.
+        seed: of everything that is drawn.
+        propositions: their numbers; 5 and 6 need timm.
+        optimizer: what is certified: called as `ScaleFreeRiemannianAdam(params, lr=…, …)` and read through its
+            parameters and its documented state `exp_avg`.
     """
     cases = [Case(d, r, seed) for d, r in shapes]
     return [c for number in propositions for case in cases for c in CHECKS[number](case, optimizer)]

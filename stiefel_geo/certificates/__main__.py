@@ -25,6 +25,7 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m stiefel_geo.certificates", description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every certificate there, unmerged")
     parser.add_argument("--seed", type=int, default=0)

@@ -37,4 +37,4 @@ def data(case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def backward(layer: Layer, x: Tensor, y: Tensor) -> None:
     """Gradients of the mean squared error."""
     layer.zero_grad()
-    nn.functional.mse_loss(layer(x), y).backward()  # type: ignore[no-untyped-call]
+    nn.functional.mse_loss(layer(x), y).backward()

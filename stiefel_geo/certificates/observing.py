@@ -41,6 +41,7 @@ class Regression(NamedTuple):
 
 
 def parameter(W: Tensor, manifold: geoopt.Manifold | None = None) -> geoopt.ManifoldParameter:
+    """A parameter of its own that starts at W (..., d, r), on PolarStiefel unless said otherwise."""
     return geoopt.ManifoldParameter(W.clone(), manifold=manifold or PolarStiefel())
 
 

@@ -57,7 +57,7 @@ class LiteralStep(Optimizer):
         t = state["step"] + 1
         m = self.transport(W, beta1 * state["exp_avg"] + (1 - beta1) * g)
         v = beta2 * state["exp_avg_sq"] + (1 - beta2) * self.mean_square(torch.where(length(g) > floor, g, 0.0))
-        xi = self.direction(m / (1 - beta1**t), v / (1 - beta2**t)) * -lr
+        xi = self.direction(W, m / (1 - beta1**t), v / (1 - beta2**t)) * -lr
         xi = self.cap(torch.where(length(m) > floor, xi, 0.0), group["trust_radius"])
         for key, value in {"exp_avg": m, "exp_avg_sq": v, "step": t}.items():
             state[key] = torch.where(finite, value, state[key])
@@ -79,7 +79,7 @@ class LiteralStep(Optimizer):
         """‖g‖²/(d·r), ONE scalar a frame."""
         return length(g).square() / (g.shape[-2] * g.shape[-1])
 
-    def direction(self, m: Tensor, v: Tensor) -> Tensor:
+    def direction(self, W: Tensor, m: Tensor, v: Tensor) -> Tensor:
         """m̂/√v̂, with 0/0 = 0 and no epsilon."""
         return torch.where(v > 0, m / v.sqrt(), 0.0)
 

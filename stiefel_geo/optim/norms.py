@@ -52,8 +52,10 @@ def squares(lengths: Lengths, beta1: float, eps: float) -> Squares:
 
 
 def ambient(normal_squared: Tensor, tangent_squared: Tensor) -> Tensor:
-    """‖G‖², but for what of U is the transport's, which is far below. Not finite where a gradient is not, or where
-    its square has no float64: then the frame rests."""
+    """‖G‖², but for what of U is the transport's, which is far below.
+
+    Not finite where a gradient is not, or where its square has no float64: then the frame rests.
+    """
     return torch.add(tangent_squared, normal_squared, alpha=0.25)
 
 

@@ -6,10 +6,9 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from . import batching, riemannian
+from . import batching, euclidean, riemannian
 from .checks import (
     check_compilable,
     check_frames_kept,
@@ -21,20 +20,17 @@ from .checks import (
     check_settings,
     check_state,
 )
+from .families import Member, families, lr_of, settings_of
 from .kinds import is_core, is_frame, is_other_point
 from .loading import careful_loading
 from .state import new_state
-from .step import Settings
-
-# Options in which groups whose frames step together may not differ: all that a frame sees, but for lr.
-SHARED = ("betas", "trust_radius", "maximize", "foreach")
 
 
 class ScaleFreeRiemannianAdam(Optimizer):
     """Riemannian Adam with ONE scalar second moment per frame, a trust region and the polar retraction.
 
     For every frame W of a `geoopt.ManifoldParameter` of shape (..., d, r) on `PolarStiefel` or
-    `geoopt.EuclideanStiefel`, with Euclidean gradient G::
+    `geoopt.EuclideanStiefel`, with Euclidean gradient G:
 
         g = G − W·sym(WᵀG)                       m ← P_W(β₁ m + (1−β₁) g)
         v ← β₂ v + (1−β₂) ‖g‖²_F/(d·r)           ξ = −lr · m̂/√v̂, shortened to ‖ξ‖_F ≤ trust_radius
@@ -145,13 +141,13 @@ class ScaleFreeRiemannianAdam(Optimizer):
             plain: list[Tensor] = []
             self._init_group(group, torch.compiler.is_compiling(), frames, points, cores, plain)
             work.append((group, frames, points, cores, plain))
-        for alike in _alike([(group, frames) for group, frames, *_ in work if frames]):
-            self._step_frames(alike)
+        for family in families([(group, frames) for group, frames, *_ in work]):
+            self._step_frames(family)
         for group, _, points, cores, plain in work:
             for p in points:
-                riemannian.step_(p, self.state[p], _settings([group]))
-            self._step_plain({**group, "weight_decay": 0.0}, cores)
-            self._step_plain(group, plain)
+                riemannian.step_(p, self.state[p], settings_of([group]))
+            euclidean.step_(cores, self.state, {**group, "weight_decay": 0.0})
+            euclidean.step_(plain, self.state, group)
         return loss
 
     def _init_group(self, group: dict[str, Any], compiling: bool, *kinds: list[Tensor]) -> None:
@@ -178,37 +174,11 @@ class ScaleFreeRiemannianAdam(Optimizer):
             kind = frames if is_frame(p) else points if is_other_point(p) else cores if is_core(p) else plain
             kind.append(p)
 
-    def _step_frames(self, groups: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _step_frames(self, family: Sequence[Member]) -> None:
         """Frames of groups that differ in lr alone."""
-        frames = [batching.frames_of(p, self.state[p], _lr(group)) for group, params in groups for p in params]
-        join = groups[0][0]["foreach"] is not False
-        batching.move_(frames, _settings([group for group, _ in groups]), join=join)
-
-    def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """torch's own AdamW on Euclidean parameters."""
-        if not params:
-            return
-        beta1, beta2 = group["betas"]
-        entries = ([self.state[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq", "step"))
-        exp_avgs, exp_avg_sqs, steps = entries
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=_lr(group),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        frames = [batching.frames_of(p, self.state[p], lr_of(group)) for group, params in family for p in params]
+        join = family[0][0]["foreach"] is not False
+        batching.move_(frames, settings_of([group for group, _ in family]), join=join)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict that this optimizer saved; entries of other names or shapes are refused."""
@@ -239,29 +209,3 @@ def _check_capture(optimizer: Optimizer) -> None:
     """torch's own check that a step in a CUDA graph has capturable=True; older versions have it for CUDA alone."""
     check = getattr(optimizer, "_accelerator_graph_capture_health_check", None)
     (check or optimizer._cuda_graph_capture_health_check)()
-
-
-def _alike(work: Sequence[tuple[dict[str, Any], list[Tensor]]]) -> list[list[tuple[dict[str, Any], list[Tensor]]]]:
-    """Groups together that differ for their frames in lr alone."""
-    families: list[list[tuple[dict[str, Any], list[Tensor]]]] = []
-    for group, frames in work:
-        family = next((f for f in families if all(f[0][0][key] == group[key] for key in SHARED)), None)
-        if family is None:
-            families.append([(group, frames)])
-        else:
-            family.append((group, frames))
-    return families
-
-
-def _lr(group: dict[str, Any]) -> Any:
-    """lr as a number, or as a tensor without dimensions, which combines with tensors of every device."""
-    lr = group["lr"]
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr
-
-
-def _settings(groups: Sequence[dict[str, Any]]) -> Settings:
-    """What frames see of groups that differ in lr alone."""
-    beta1, beta2 = groups[0]["betas"]
-    lrs = [_lr(group) for group in groups]
-    largest = None if any(isinstance(lr, Tensor) for lr in lrs) else max(lrs)
-    return Settings(lrs[0], beta1, beta2, groups[0]["trust_radius"], groups[0]["maximize"], largest)

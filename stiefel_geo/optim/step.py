@@ -59,8 +59,10 @@ class Batch(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What the state keeps of each frame besides its momentum, (N,) float64, for all batches in order; updated in
-    place."""
+    """What the state keeps of each frame besides its momentum, (N,) float64, for all batches in order.
+
+    Updated in place.
+    """
 
     exp_avg_sq: Tensor  # v
     step: Tensor  # t: a skipped step does not count

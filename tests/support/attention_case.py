@@ -46,7 +46,7 @@ class Case:
         return next((n, m) for n, m in model.named_modules() if class_name(type(m)) == f"timm.{self.cls}")
 
 
-def scale_channels(module: nn.Module, args: object, output: Tensor) -> Tensor:
+def scale_channels(module: nn.Linear | nn.Conv2d, args: object, output: Tensor) -> Tensor:
     """Another factor for every row of the weight, as a hook."""
     rows = module.weight.shape[0]
     factors = 1 + 0.3 * torch.linspace(-1, 1, rows, dtype=output.dtype, device=output.device)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import geoopt
 import torch
@@ -23,12 +24,12 @@ class BrokenStep(LiteralStep):
     """The method with one line wrong. Euclidean parameters descend along their gradients."""
 
     def __init__(
-        self, params: Iterable[Tensor], weight_decay: float = 1e-2, *, fault: str | None = None, **settings: object
+        self, params: Iterable[Tensor], weight_decay: float = 1e-2, *, fault: str | None = None, **settings: Any
     ) -> None:
         self.fault, self.weight_decay = fault, weight_decay
         super().__init__(params, **settings)
 
-    def move_(self, p: Tensor, G: Tensor, group: dict) -> None:
+    def move_(self, p: Tensor, G: Tensor, group: dict[str, Any]) -> None:
         if not isinstance(p, geoopt.ManifoldParameter):
             p.sub_(group["lr"] * G)
             return
@@ -48,10 +49,10 @@ class BrokenStep(LiteralStep):
     def mean_square(self, g: Tensor) -> Tensor:
         return g.square() if self.fault == "element-wise moment" else super().mean_square(g)
 
-    def direction(self, m: Tensor, v: Tensor) -> Tensor:
+    def direction(self, W: Tensor, m: Tensor, v: Tensor) -> Tensor:
         if self.fault == "epsilon in the root":
             return m / (v.sqrt() + 1e-8)
-        return super().direction(m, v)
+        return super().direction(W, m, v)
 
     def cap(self, xi: Tensor, trust_radius: float) -> Tensor:
         return xi if self.fault == "no cap" else super().cap(xi, trust_radius)
@@ -59,5 +60,6 @@ class BrokenStep(LiteralStep):
     def retract(self, Y: Tensor) -> Tensor:
         if self.fault == "QR retraction":
             Q, R = torch.linalg.qr(Y)
-            return Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+            frame: Tensor = Q * R.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+            return frame
         return super().retract(Y)

@@ -30,7 +30,7 @@ def tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def memory(tree: object) -> dict[tuple[int, int, int], int]:
+def memory(tree: object) -> dict[tuple[object, ...], int]:
     """Bytes of every stretch of memory that a tensor of `tree` covers."""
     return {
         (t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.numel() * t.element_size() for t in tensors(tree)

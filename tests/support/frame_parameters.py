@@ -1,12 +1,16 @@
 """Frames, plain weights and streams of gradients that the optimizer's tests share."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import geoopt
+import pytest
 import torch
 from torch import Tensor, nn
 
 from stiefel_geo import PolarStiefel, ScaleFreeRiemannianAdam, stiefel
+from stiefel_geo.optim import batching
+from stiefel_geo.optim.step import Batch, Scalars, Settings, step_
 
 SHAPES = ((3, 12, 4), (3, 12, 4), (8, 1), (2, 2, 6, 6), (1, 9, 5))
 
@@ -72,6 +76,23 @@ def assert_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> None:
         assert torch.equal(a, b), float((a.double() - b.double()).abs().max())
 
 
+def grad_of(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, look: Callable[[Sequence[Batch]], Any]) -> list[Any]:
+    """What `look` finds in the batches of every call of the optimizer's step from now on."""
+    found: list[Any] = []
+
+    def watching(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> None:
+        found.append(look(batches))
+        step_(batches, scalars, settings)
+
+    monkeypatch.setattr(batching, "step_", watching)
+    return found
+
+
 def assert_close(one: Sequence[Tensor], other: Sequence[Tensor], atol: float) -> None:
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
@@ -83,6 +104,6 @@ def worst_defect(params: Sequence[Tensor]) -> float:
     return max(float(stiefel.defect(p).max()) for p in frames)
 
 
-def optimizer_of(params: object, **options: object) -> ScaleFreeRiemannianAdam:
+def optimizer_of(params: Any, **options: Any) -> ScaleFreeRiemannianAdam:
     """With steps large enough that every test sees them."""
     return ScaleFreeRiemannianAdam(params, **{"lr": 1e-2, **options})

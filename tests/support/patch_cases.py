@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 import stiefel_geo
 from stiefel_geo.attention.layouts import find
 
-VIT = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
-ROPE = VIT | {"attn_type": "rope", "use_rot_pos_emb": True}
+VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+ROPE: dict[str, Any] = VIT | {"attn_type": "rope", "use_rot_pos_emb": True}
 
 OPTIONS = inspect.signature(Eva).parameters  # older timm lacks some: those forms do not exist there
 
 Build = Callable[[], nn.Module]
+M = TypeVar("M", bound=nn.Module)
 
 FORMS: dict[str, Build] = {
     "fused, bias": lambda: VisionTransformer(**VIT),
@@ -39,7 +41,7 @@ each_form = pytest.mark.parametrize("build", FORMS.values(), ids=FORMS.keys())
 each_core = pytest.mark.parametrize("core", ["learn", "freeze", "identity"])
 
 
-def small_vit(**overrides: object) -> nn.Module:
+def small_vit(**overrides: Any) -> VisionTransformer:
     """A VisionTransformer of two blocks with randomised weights, in eval mode."""
     return randomise_(VisionTransformer(**(VIT | overrides))).eval()
 
@@ -59,13 +61,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def seeded_vit() -> nn.Module:
+def seeded_vit() -> VisionTransformer:
     """A VisionTransformer that is the same in every test, constructor's draws included."""
     torch.manual_seed(0)
     return randomise_(VisionTransformer(**VIT)).eval()
 
 
-def pair(core: str) -> tuple[nn.Module, nn.Module]:
+def pair(core: str) -> tuple[VisionTransformer, VisionTransformer]:
     """A patched model and the plain model of the same weights."""
     model = seeded_vit()
     stiefel_geo.patch(model, core=core)
@@ -75,7 +77,7 @@ def pair(core: str) -> tuple[nn.Module, nn.Module]:
 
 
 @torch.no_grad()
-def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
+def randomise_(model: M, seed: int = 0) -> M:
     """Biases, norms, BatchNorm statistics, tables and zero-initialised weights away from their neutral values."""
     generator = torch.Generator().manual_seed(seed)
 

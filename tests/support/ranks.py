@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stiefel_geo
@@ -111,9 +111,16 @@ def zero_redundancy() -> dict[str, Any]:
 
 
 def shard(model: nn.Module) -> nn.Module:
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
+
+
+def _gathered(p: Tensor) -> Tensor:
+    assert isinstance(p, DTensor)
+    whole: Tensor = p.full_tensor().detach()
+    return whole
 
 
 class Whole(nn.Module):
@@ -121,7 +128,7 @@ class Whole(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.values = nn.ParameterList(p.full_tensor().detach() for p in model.parameters())
+        self.values = nn.ParameterList(_gathered(p) for p in model.parameters())
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -135,7 +142,7 @@ def fully_sharded(dtype: torch.dtype, folder: Path | None = None) -> dict[str, A
     train_parts(model, optimizer, range(10), dtype)
     _, frames = next(stiefel_geo.frames(model))
     reference = alone(10, dtype)
-    whole = [frame.full_tensor().detach() for _, frame in stiefel_geo.frames(model)]
+    whole = [_gathered(frame) for _, frame in stiefel_geo.frames(model)]
     figures = {
         "gap": gap(Whole(model), reference),
         "frames' gap": frames_gap(whole, frame_values(reference)),
@@ -154,7 +161,7 @@ def fully_sharded(dtype: torch.dtype, folder: Path | None = None) -> dict[str, A
 def in_bfloat16() -> dict[str, Any]:
     """FSDP2 that gathers and computes in bfloat16, from float32 shards."""
     policy, model = MixedPrecisionPolicy(torch.bfloat16, torch.float32), build(torch.float32)
-    for part in (*model.blocks, model):
+    for part in (*model.get_submodule("blocks").children(), model):
         fully_shard(part, mp_policy=policy)
     train_parts(model, optimizer_of(model), range(5), torch.float32)
     return {
@@ -189,7 +196,8 @@ def refusal(build_optimizer: Any) -> str:
 
 def split_by_rows() -> dict[str, Any]:
     """What the optimizer says to a sharding that puts the upper rows of every frame here and the lower ones there."""
-    model = fully_shard(build(), shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 and p.shape[0] > 1 else None)
+    model = build()
+    fully_shard(model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 and p.shape[0] > 1 else None)
     try:
         optimizer_of(model)
     except ValueError as error:

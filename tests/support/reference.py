@@ -19,7 +19,8 @@ def project(W: Matrix, G: Matrix) -> Matrix:
 
 def polar(Y: Matrix) -> Matrix:
     U, _, Vt = np.linalg.svd(Y, full_matrices=False)
-    return U @ Vt
+    Q: Matrix = U @ Vt
+    return Q
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Frame:
         if np.linalg.norm(g) <= NOISE * np.linalg.norm(G):
             g = np.zeros_like(g)
         self.m = project(self.W, beta1 * self.m + (1 - beta1) * g)
-        self.v = beta2 * self.v + (1 - beta2) * np.linalg.norm(g) ** 2 / g.size
+        self.v = beta2 * self.v + (1 - beta2) * float(np.linalg.norm(g)) ** 2 / g.size
         if self.v == 0 or np.linalg.norm(self.m) <= NOISE * np.linalg.norm(G):
             return
         m_hat = self.m / (1 - beta1**self.t)

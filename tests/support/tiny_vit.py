@@ -1,21 +1,31 @@
 """A model small enough to train in a test, its data, and a loop."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import stiefel_geo
 from stiefel_geo import stiefel
 
-SHAPE = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 10}
+SHAPE: dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 3,
+    "num_heads": 2,
+    "num_classes": 10,
+}
 
 
-def tiny_vit(*, patched: bool = True, **changes: object) -> nn.Module:
+def tiny_vit(*, patched: bool = True, **changes: Any) -> VisionTransformer:
     """timm's VisionTransformer, the same weights at every call; four frames of St(32, 16) in each of three blocks."""
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", **{**SHAPE, **changes})
+    assert isinstance(model, VisionTransformer)
     if patched:
         stiefel_geo.patch(model)
     return model

@@ -210,7 +210,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def tiny(family: str, **config: Any) -> nn.Module:
+def tiny(family: str, **config: Any) -> Any:
     """A float64 model of the family with random weights, each projection with a spectrum of its own, in eval mode."""
     config_class, model_class, sizes, _ = FAMILIES[family]
     torch.manual_seed(0)
