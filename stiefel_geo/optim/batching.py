@@ -186,7 +186,7 @@ def _batches(frames: Sequence[Frames], most: int) -> list[Batch]:
     batches: list[Batch] = []
     room = 0  # frames that still fit the last batch
     for each in frames:
-        for part in _parts((each.W, each.G.to(each.W.dtype), each.m), most):
+        for part in _parts((each.W, each.G, each.m), most):
             n = part[0].shape[0]
             if n > room:
                 batches.append(Batch([], [], [], []))
