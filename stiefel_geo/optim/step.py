@@ -130,15 +130,14 @@ def momenta_(batches: Sequence[Batch], beta1: float, workspace: Workspace) -> Le
     W, sizes = batches[0].W[0], [batch.n for batch in batches]
     r = W.shape[-1]
     products = W.new_empty(2, max(sizes), r, r)
-    symmetric = torch.empty_like(products, dtype=measured_type(W))
     lengths = Lengths.empty(sum(sizes), W.device)
     for batch, n, part in zip(batches, sizes, lengths.split(sizes), strict=True):
-        momentum_(batch, beta1, workspace.tangent(batch), products[:, :n], symmetric[:, :n], part)
+        momentum_(batch, beta1, workspace.tangent(batch), products[:, :n], part)
     return lengths
 
 
-def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, symmetric: Tensor, lengths: Lengths) -> None:
-    """m ← P_W(β₁ m + (1−β₁) g) in place, and its `lengths`; U (n, d, r) and two of (2, n, r, r) are workspace.
+def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, lengths: Lengths) -> None:
+    """m ← P_W(β₁ m + (1−β₁) g) in place, and its `lengths`; U (n, d, r) and products (2, n, r, r) are workspace.
 
     P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
     product with W serves the gradient and the transport. U is G at first.
@@ -150,11 +149,10 @@ def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, symmetric
     for W, G, m, WtG, Wtm in zip(batch.W, parts, batch.m, batch.split(A), batch.split(B), strict=True):
         WtG.baddbmm_(W.mT, G, beta=0, alpha=0.5)
         Wtm.baddbmm_(W.mT, m, beta=0, alpha=beta1 / (1 - beta1) / 2)
-    torch.add(products, products.mT, out=symmetric)
-    S = torch.add(*symmetric.unbind(), out=A)
+    S, ordinary = symmetric_part(products, lengths)
     for W, SW, UW in zip(batch.W, batch.split(S), parts, strict=True):
         UW.baddbmm_(W, SW, alpha=-1)
-    ordinary = frobenius_((lengths.rows[:2], lengths.tangent), (symmetric, U))
+    ordinary = frobenius_((lengths.tangent,), (U,)) and ordinary
     lengths.find_ambient_()
     if ordinary:
         torch._foreach_lerp_(batch.m, parts, 1 - beta1)
@@ -164,6 +162,13 @@ def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, symmetric
             torch.lerp(m, new, 1 - beta1, out=new)
         frobenius_((lengths.momentum,), (U,))
         keep_broken_(batch, parts, lengths.finite)
+
+
+def symmetric_part(products: Tensor, lengths: Lengths) -> tuple[Tensor, bool]:
+    """sym(WᵀG) + θ·sym(Wᵀm) (n, r, r) of the halves of both products, over the first; whether both are ordinary."""
+    symmetric = torch.empty_like(products, dtype=measured_type(products))
+    torch.add(products, products.mT, out=symmetric)
+    return torch.add(*symmetric.unbind(), out=products[0]), frobenius_((lengths.rows[:2],), (symmetric,))
 
 
 def keep_broken_(batch: Batch, parts: Sequence[Tensor], finite: Tensor) -> None:

@@ -23,7 +23,7 @@ FREE = {
     *("empty", "new_empty", "empty_strided", "empty_like", "scalar_tensor", "lift_fresh"),
 }
 VITS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16)}  # width, layers, heads of width 64
-HELD = {"S": 1.0, "B": 1.0, "L": 1.0}  # the most memory that a step holds beside the frames, over theirs
+HELD = {"S": 5.34, "B": 0.8, "L": 0.8}  # the most memory that a step holds beside the frames, over theirs
 
 
 def tensors(tree: object) -> list[Tensor]:
@@ -50,6 +50,15 @@ class Costs(TorchDispatchMode):
         self.known = {t.untyped_storage()._cdata for t in tensors(known)}
         self.launches: Counter[str] = Counter()
         self.bytes = self.held = self.peak = 0
+        self.size = 1  # bytes of the frames
+
+    @property
+    def moved(self) -> float:
+        return self.bytes / self.size
+
+    @property
+    def transient(self) -> float:
+        return self.peak / self.size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
