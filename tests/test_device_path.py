@@ -162,7 +162,7 @@ def test_a_step_captured_without_capturable_is_refused() -> None:
 
 
 @cuda
-@pytest.mark.parametrize("vit", ["S", "B", "L"])
+@pytest.mark.parametrize("vit", ["Ti", "S", "B", "L"])
 def test_a_step_holds_what_was_counted_on_fake_tensors(vit: str) -> None:
     d, layers, heads = VITS[vit]
     drawn = [frame(2 * heads, d, 64, dtype=torch.float32, seed=i) for i in range(layers)]

@@ -22,8 +22,13 @@ FREE = {
     *("unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "diagonal", "chunk", "_reshape_alias"),
     *("empty", "new_empty", "empty_strided", "empty_like", "scalar_tensor", "lift_fresh"),
 }
-VITS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16)}  # width, layers, heads of width 64
-HELD = {"S": 5.34, "B": 0.8, "L": 0.8}  # the most memory that a step holds beside the frames, over theirs
+VITS = {
+    "Ti": (192, 12, 3),
+    "S": (384, 12, 6),
+    "B": (768, 12, 12),
+    "L": (1024, 24, 16),
+}  # width, layers, heads of width 64
+HELD = {"Ti": 5.67, "S": 5.34, "B": 0.8, "L": 0.8}  # the most memory that a step holds beside the frames, over theirs
 
 
 def tensors(tree: object) -> list[Tensor]:
