@@ -62,9 +62,11 @@ def lengths(*rows: list[float]) -> Lengths:
 
 
 @pytest.mark.parametrize(("excess", "kept"), [(0.0, False), (15.5, False), (16, False), (16.5, True)])
-def test_what_is_left_beside_the_transport_counts_from_16_eps_on(excess: float, kept: bool) -> None:
+@pytest.mark.parametrize("beta1", [0.5, 0.75])
+def test_what_is_left_beside_the_transport_counts_from_16_eps_on(excess: float, kept: bool, beta1: float) -> None:
     tangent = 3.0 * math.sqrt(1 + excess * 2.0**-40)
-    g_sq, m_sq, _ = norms.squares(lengths([3.0], [3.0], [tangent], [5.0]), 2.0**-40)
+    measured = lengths([3.0], [3.0 * (1 - beta1) / beta1], [tangent], [5.0])
+    g_sq, m_sq, _ = norms.squares(measured, beta1, 2.0**-40)
     assert (g_sq.item() > 0) == kept
     assert g_sq.item() == pytest.approx(excess * 2.0**-40 * 9 if kept else 0.0, rel=1e-3)
     assert m_sq.item() == 25
@@ -73,7 +75,7 @@ def test_what_is_left_beside_the_transport_counts_from_16_eps_on(excess: float, 
 def test_gradient_is_the_tangent_and_the_normal_part_together() -> None:
     measured = lengths([3.0], [0.0], [4.0], [1.0])
     measured.find_ambient_()
-    g_sq, m_sq, floor = norms.squares(measured, EPS)
+    g_sq, m_sq, floor = norms.squares(measured, 0.9, EPS)
     assert [g_sq.item(), m_sq.item(), floor.item()] == [16, 1, 25 * (16 * EPS) ** 2]
 
 
@@ -85,7 +87,7 @@ def test_gradient_is_finite_while_its_square_is_and_counts_as_zero_else(broken: 
     measured = lengths(*rows)
     measured.find_ambient_()
     assert measured.finite.tolist() == [True, False]
-    assert norms.squares(measured, EPS).g.tolist() == [0.75, 0]
+    assert norms.squares(measured, 0.5, EPS).g.tolist() == [0.75, 0]
 
 
 def test_lengths_of_batches_are_views_and_those_of_one_are_all() -> None:

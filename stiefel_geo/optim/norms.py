@@ -1,6 +1,6 @@
 """Lengths of gradients and momenta, formed so that squares of float32 values neither overflow nor underflow.
 
-The step's products give sym(WᵀG), θ·sym(Wᵀm) and U = g − θ·W·sym(Wᵀm), whose lengths are measured. g is tangent
+The step's products give sym(WᵀG), sym(Wᵀm) and U = g − θ·W·sym(Wᵀm), whose lengths are measured. g is tangent
 and the normal rest orthogonal to it, so Pythagoras gives the others.
 """
 
@@ -60,17 +60,18 @@ class Squares(NamedTuple):
     floor: Tensor  # up to it a square is rounding error
 
 
-def squares(lengths: Lengths, eps: float) -> Squares:
-    """‖g‖² = ‖U‖² − ‖θ·sym(Wᵀm)‖², and how much of it counts.
+def squares(lengths: Lengths, beta1: float, eps: float) -> Squares:
+    """‖g‖² = ‖U‖² − θ²‖sym(Wᵀm)‖² with θ = β₁/(1−β₁), and how much of it counts.
 
     The subtraction loses nothing that v could see: sym(Wᵀm) is of the order of the last step times m, and v remembers
     the gradients that m is made of. What it leaves of a zero gradient is rounding error, which v without memory would
     believe.
     """
     ambient, transport, tangent, momentum = lengths.rows.square().unbind()
-    g = tangent - transport
+    share = (beta1 / (1 - beta1)) ** 2
+    g = torch.sub(tangent, transport, alpha=share)
     floor = ambient * (NOISE * eps) ** 2
-    noise = torch.add(floor, transport, alpha=NOISE * eps)
+    noise = torch.add(floor, transport, alpha=NOISE * eps * share)
     return Squares(torch.where(g > noise, g, 0.0), momentum, floor)
 
 

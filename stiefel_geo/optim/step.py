@@ -109,7 +109,7 @@ def step_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> Non
     (_, d, r), dtype = batches[0].W[0].shape, batches[0].W[0].dtype
     workspace = Workspace(batches)
     lengths = momenta_(batches, settings.beta1, workspace)  # g and m
-    g_sq, m_sq, floor = squares(lengths, torch.finfo(dtype).eps)
+    g_sq, m_sq, floor = squares(lengths, settings.beta1, torch.finfo(dtype).eps)
     advance_second_moment_(scalars, g_sq, d * r, lengths.finite, settings.beta2)  # v
     a = torch.where(m_sq > floor, step_scale(scalars, settings), 0.0)  # ξ = −a·m, or +a·m to ascend
     a = cap_(scalars, a, lengths.momentum, settings.trust_radius)
@@ -148,8 +148,8 @@ def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, lengths: 
     A, B = products.unbind()
     for W, G, m, WtG, Wtm in zip(batch.W, parts, batch.m, batch.split(A), batch.split(B), strict=True):
         WtG.baddbmm_(W.mT, G, beta=0, alpha=0.5)
-        Wtm.baddbmm_(W.mT, m, beta=0, alpha=beta1 / (1 - beta1) / 2)
-    S, ordinary = symmetric_part(products, lengths)
+        Wtm.baddbmm_(W.mT, m, beta=0, alpha=0.5)
+    S, ordinary = symmetric_part(products, beta1, lengths)
     for W, SW, UW in zip(batch.W, batch.split(S), parts, strict=True):
         UW.baddbmm_(W, SW, alpha=-1)
     ordinary = frobenius_((lengths.tangent,), (U,)) and ordinary
@@ -164,11 +164,12 @@ def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, lengths: 
         keep_broken_(batch, parts, lengths.finite)
 
 
-def symmetric_part(products: Tensor, lengths: Lengths) -> tuple[Tensor, bool]:
-    """sym(WᵀG) + θ·sym(Wᵀm) (n, r, r) of the halves of both products, over the first; whether both are ordinary."""
+def symmetric_part(products: Tensor, beta1: float, lengths: Lengths) -> tuple[Tensor, bool]:
+    """sym(WᵀG) + θ·sym(Wᵀm) (n, r, r) from half of both products, over the first; whether both parts are ordinary."""
     symmetric = torch.empty_like(products, dtype=measured_type(products))
     torch.add(products, products.mT, out=symmetric)
-    return torch.add(*symmetric.unbind(), out=products[0]), frobenius_((lengths.rows[:2],), (symmetric,))
+    S = torch.add(*symmetric.unbind(), alpha=beta1 / (1 - beta1), out=products[0])
+    return S, frobenius_((lengths.rows[:2],), (symmetric,))
 
 
 def keep_broken_(batch: Batch, parts: Sequence[Tensor], finite: Tensor) -> None:
