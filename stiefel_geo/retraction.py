@@ -11,6 +11,7 @@ Newton–Schulz). The fitted interval in place of Newton–Schulz is our choice:
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -97,25 +98,35 @@ def evaluate(polynomial: Polynomial, D: Tensor) -> Tensor:
     c = [c_k / polynomial.halfwidth**k for k, c_k in enumerate(polynomial.coefficients)]  # of powers of D − center
     _diagonal(D).sub_(polynomial.center)
     degree = len(c) - 1
+    if degree == 1:
+        return _plus(D.mul_(c[1]), c[0])
     if degree == 2:  # the usual case, in one call
         return _plus(torch.baddbmm(D, D, D, beta=c[1], alpha=c[2]), c[0])
-    s = min(degree, 2 if degree <= 4 else 3)
-    powers = [D]
-    while len(powers) < s:
-        powers.append(torch.bmm(powers[-1], D))
-    top = degree - s
-    result = _plus(_terms(powers[0] * c[top + 1], powers, c, top, s), c[top])
-    for at in range(top - s, -1, -s):
-        block = torch.baddbmm(D, powers[-1], result, beta=c[at + 1])
-        result = _plus(_terms(block, powers, c, at, s - 1), c[at])
-    return result
+    s = 2 if degree <= 4 else 3
+    at = range(0, degree - s + 1, s)
+    powers = [D, torch.bmm(D, D)]
+    if s == 3:
+        powers.append(torch.bmm(powers[1], D))
+    *blocks, result = _blocks(powers, c, at)
+    scale = c[at[-1] + 1]
+    for block, k in zip(reversed(blocks), reversed(at[:-1]), strict=True):
+        _plus(result, c[k + s] / scale)
+        result, scale = block.baddbmm_(powers[-1], result, beta=c[k + 1], alpha=scale), 1.0
+    return _plus(result, c[0])
 
 
-def _terms(start: Tensor, powers: list[Tensor], c: list[float], at: int, last: int) -> Tensor:
-    """`start`, which has the first power, plus the second to the last one with their coefficients, in place."""
-    for power in range(2, last + 1):
-        start.add_(powers[power - 1], alpha=c[at + power])
-    return start
+def _blocks(powers: list[Tensor], c: list[float], at: Sequence[int]) -> Sequence[Tensor]:
+    """The block from each power k in `at` on, c_{k+1} Z + c_{k+2} Z² + …, over c_{k+1}; the last one has one term more.
+
+    Without constants, and so that few operations make all of them.
+    """
+    D, square, top = *powers[:2], at[-1]
+    if len(powers) == 2:
+        return D, torch.add(D, square, alpha=c[top + 2] / c[top + 1])
+    blocks = torch._foreach_mul([square] * len(at), [c[k + 2] / c[k + 1] for k in at])
+    torch._foreach_add_(blocks, [D] * len(at))
+    blocks[-1].add_(powers[2], alpha=c[top + 3] / c[top + 1])
+    return blocks
 
 
 def _plus(A: Tensor, constant: float) -> Tensor:

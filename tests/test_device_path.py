@@ -83,10 +83,14 @@ def calls_of_a_step(layers: int) -> Counter[str]:
     return counts
 
 
+def products(counts: Counter[str]) -> int:
+    return sum(number for name, number in counts.items() if "bmm" in name)
+
+
 def test_arithmetic_of_a_step_does_not_grow_with_layers_of_equal_shape() -> None:
     few, many = calls_of_a_step(3), calls_of_a_step(12)
     views = ("view", "slice", "select", "detach", "split")
-    assert few["aten.bmm.default"] + few["aten.bmm.out"] >= 4
+    assert products(few) >= 5
     grown = {name for name in many if many[name] > few[name] and not any(view in name for view in views)}
     assert not grown
 
@@ -94,7 +98,7 @@ def test_arithmetic_of_a_step_does_not_grow_with_layers_of_equal_shape() -> None
 @pytest.mark.usefixtures("no_reads")
 def test_a_step_reads_no_value_on_the_host() -> None:
     counts = calls_of_a_step(3)
-    assert counts["aten.bmm.default"] + counts["aten.bmm.out"] >= 4
+    assert products(counts) >= 5
     assert not [name for name in counts if "local_scalar_dense" in name or "nonzero" in name]
 
 
@@ -167,7 +171,7 @@ def test_a_step_captured_without_capturable_is_refused() -> None:
 
 
 @cuda
-@pytest.mark.parametrize("vit", ["S", "B", "L"])
+@pytest.mark.parametrize("vit", ["Ti", "S", "B", "L"])
 def test_a_step_holds_what_was_counted_on_fake_tensors(vit: str) -> None:
     d, layers, heads = VITS[vit]
     drawn = [frame(2 * heads, d, 64, dtype=torch.float32, seed=i) for i in range(layers)]

@@ -11,9 +11,11 @@ from support.frame_parameters import grad_of
 from support.parts import qkv, rows_of
 from support.patch_cases import OPTIONS
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stiefel_geo
 from stiefel_geo import diagnostics
+from stiefel_geo.averaging import project_frames_
 
 FRAMES = "blocks.0.attn.qkv.weight"  # one stack: the query heads, then the key heads
 
@@ -105,6 +107,29 @@ def test_spectrum_of_a_plain_model_is_that_of_its_heads(plain: nn.Module) -> Non
 def test_spectrum_of_pure_frames_is_one(plain: nn.Module) -> None:
     stiefel_geo.patch(plain, core="identity")
     assert torch.equal(diagnostics.spectrum(plain)[FRAMES], torch.ones(8, 8).double())
+
+
+class Decomposed(TorchDispatchMode):
+    """Shapes of the matrices that go into singular value decompositions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "svd" in func._schema.name:
+            self.shapes.add(tuple(args[0].shape[-2:]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("measure", [diagnostics.spectrum, project_frames_], ids=["spectrum", "project_frames_"])
+@pytest.mark.parametrize("is_patched", [False, True], ids=["plain", "patched"])
+def test_no_singular_value_decomposition_is_of_more_than_a_core(plain: nn.Module, is_patched: bool, measure) -> None:
+    if is_patched:
+        stiefel_geo.patch(plain)
+    with Decomposed() as decomposed:
+        measure(plain)
+    assert decomposed.shapes == ({(8, 8)} if is_patched or measure is diagnostics.spectrum else set())
 
 
 def test_gauge_drift_of_a_move_along_the_orbit_is_one(plain: nn.Module) -> None:

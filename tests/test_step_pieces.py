@@ -56,32 +56,57 @@ def test_momentum_of_up_to_16_eps_of_the_gradient_is_rounding_error(tangent: flo
     assert (p[1].item() != 0) == moves
 
 
+def lengths(*rows: list[float]) -> Lengths:
+    """From those of the ambient or normal part, the transport, U and m."""
+    measured = Lengths.empty(len(rows[0]), torch.device("cpu"))
+    measured.rows.copy_(torch.tensor(rows, dtype=torch.float64))
+    return measured
+
+
 @pytest.mark.parametrize(("excess", "kept"), [(0.0, False), (15.5, False), (16, False), (16.5, True)])
 @pytest.mark.parametrize("beta1", [0.5, 0.75])
 def test_what_is_left_beside_the_transport_counts_from_16_eps_on(excess: float, kept: bool, beta1: float) -> None:
-    theta = beta1 / (1 - beta1)
-    transport_sq = (theta / 2) ** 2 * 4.0
-    tangent = math.sqrt(transport_sq) * math.sqrt(1 + excess * 2.0**-40)
-    lengths = Lengths(torch.tensor([[3.0], [2.0], [tangent], [5.0]], dtype=torch.float64))
-    g_sq, m_sq, _ = norms.squares(lengths, beta1, 2.0**-40)
+    tangent = 3.0 * math.sqrt(1 + excess * 2.0**-40)
+    measured = lengths([3.0], [3.0 * (1 - beta1) / beta1], [tangent], [5.0])
+    g_sq, m_sq, _ = norms.squares(measured, beta1, 2.0**-40)
     assert (g_sq.item() > 0) == kept
-    assert g_sq.item() == pytest.approx(excess * 2.0**-40 * transport_sq if kept else 0.0, rel=1e-3)
+    assert g_sq.item() == pytest.approx(excess * 2.0**-40 * 9 if kept else 0.0, rel=1e-3)
     assert m_sq.item() == 25
 
 
 def test_gradient_is_the_tangent_and_the_normal_part_together() -> None:
-    lengths = Lengths(torch.tensor([[6.0], [0.0], [4.0], [1.0]], dtype=torch.float64))
-    g_sq, m_sq, floor = norms.squares(lengths, 0.9, EPS)
+    measured = lengths([3.0], [0.0], [4.0], [1.0])
+    measured.find_ambient_()
+    g_sq, m_sq, floor = norms.squares(measured, 0.9, EPS)
     assert [g_sq.item(), m_sq.item(), floor.item()] == [16, 1, 25 * (16 * EPS) ** 2]
 
 
 @pytest.mark.parametrize("broken", ["normal", "tangent"])
 @pytest.mark.parametrize("size", [math.nan, math.inf, 1e160])
-def test_gradient_is_finite_while_its_square_is(broken: str, size: float) -> None:
-    rows = torch.ones(4, 2, dtype=torch.float64)
-    rows[("normal", "transport", "tangent", "momentum").index(broken), 1] = size
-    *_, floor = norms.squares(Lengths(rows), 0.9, EPS)
-    assert norms.is_finite(floor).tolist() == [True, False]
+def test_gradient_is_finite_while_its_square_is_and_counts_as_zero_else(broken: str, size: float) -> None:
+    rows = [[1.0, 1.0], [0.5, 0.5], [1.0, 1.0], [1.0, 1.0]]
+    rows[{"normal": 0, "tangent": 2}[broken]][1] = size
+    measured = lengths(*rows)
+    measured.find_ambient_()
+    assert measured.finite.tolist() == [True, False]
+    assert norms.squares(measured, 0.5, EPS).g.tolist() == [0.75, 0]
+
+
+def test_lengths_of_batches_are_views_and_those_of_one_are_all() -> None:
+    whole = lengths([1.0, 2.0, 3.0], *[[0.0] * 3] * 3)
+    assert whole.split([3]) == [whole]
+    first, second = whole.split([1, 2])
+    second.momentum.fill_(7.0)
+    second.finite.fill_(True)
+    assert (first.ambient.tolist(), second.ambient.tolist()) == ([1], [2, 3])
+    assert whole.momentum.tolist() == [0, 7, 7]
+    assert whole.finite[1:].all()
+
+
+def frobenius(*stacks: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    sizes = [torch.empty(X.shape[:-2], dtype=torch.float64) for X in stacks]
+    ordinary = norms.frobenius_(sizes, stacks)
+    return torch.cat([each.flatten() for each in sizes]), ordinary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -89,21 +114,21 @@ def test_gradient_is_finite_while_its_square_is(broken: str, size: float) -> Non
     ("size", "ordinary"), [(0.0, False), (0.9e-16, False), (1.1e-16, True), (1, True), (0.9e16, True), (1.1e16, False)]
 )
 def test_norms_between_1e_16_and_1e16_are_ordinary(size: float, ordinary: bool, dtype: torch.dtype) -> None:
-    X = torch.zeros(3, 4, 2, dtype=dtype)
-    X[:, 0, 0] = 1.0
-    Y = X[:1].clone()
+    X = torch.zeros(2, 3, 4, 2, dtype=dtype)
+    X[..., 0, 0] = 1.0
+    Y = X[0, :1].clone()
     Y[0, 0, 0] = size
     for stacks in [(X, Y), (Y, X), (Y,)]:
-        sizes, known = norms.frobenius(*stacks)
+        sizes, known = frobenius(*stacks)
         assert known == ordinary
-        assert sizes.double() == pytest.approx([v for Z in stacks for v in Z[:, 0, 0].double().tolist()], rel=1e-6)
+        assert sizes == pytest.approx([v for Z in stacks for v in Z[..., 0, 0].double().flatten().tolist()], rel=1e-6)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_norms_that_are_not_finite_are_not_ordinary(broken: float) -> None:
     X = torch.ones(3, 4, 2)
     X[1, 2, 1] = broken
-    sizes, ordinary = norms.frobenius(X)
+    sizes, ordinary = frobenius(X)
     assert not ordinary
     assert torch.isfinite(sizes).tolist() == [True, False, True]
     assert sizes[0].item() == pytest.approx(math.sqrt(8))
@@ -120,13 +145,13 @@ def test_reads_are_free_on_a_cpu_outside_of_compilation(monkeypatch: pytest.Monk
     assert not bounds.reads_are_free(torch.zeros(1, device="meta"))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not bounds.reads_are_free(torch.zeros(1))
-    assert not norms.frobenius(torch.ones(1, 2, 2))[1]
+    assert not frobenius(torch.ones(1, 2, 2))[1]
+    assert norms.measured_type(torch.ones(1)) == torch.float64
 
 
 def test_norms_without_reads_are_float64_and_of_unknown_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "reads_are_free", lambda X: False)
-    sizes, ordinary = norms.frobenius(torch.full((1, 2, 2), 1e-30), torch.ones(2, 3, 3))
-    assert sizes.dtype == torch.float64
+    sizes, ordinary = frobenius(torch.full((1, 2, 2), 1e-30), torch.ones(2, 3, 3))
     assert sizes.tolist() == pytest.approx([2e-30, 3, 3])
     assert not ordinary
 
@@ -176,14 +201,31 @@ def test_only_steps_longer_than_the_trust_radius_are_shortened_and_counted() -> 
 
 def test_step_scale_is_the_formula() -> None:
     kept = scalars(1, v=0.004, t=3)
-    expected = 0.1 / ((1 - 0.9**3) * math.sqrt(0.004 / (1 - 0.999**3)))
-    assert step.step_scale(kept, USUAL).item() == pytest.approx(expected, rel=1e-14)
+    expected = 0.1 / ((1 - 0.9**3) * math.sqrt(0.004 / -math.expm1(3 * math.log(0.999))))
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        assert step.step_scale(kept, USUAL._replace(lr=lr)).item() == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize(("v", "t", "lr"), [(0.0, 3, 0.1), (0.0, 0, 0.1), (0.004, 3, 0.0), (0.0, 0, 0.0)])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
+def test_step_scale_is_zero_without_gradients_and_without_lr(
+    v: float, t: float, lr: float, betas: tuple[Any, ...]
+) -> None:
+    settings = USUAL._replace(lr=lr, beta1=betas[0], beta2=betas[1])
+    assert step.step_scale(scalars(1, v=v, t=t), settings).item() == 0
+
+
+def test_a_length_that_is_not_finite_shortens_nothing() -> None:
+    kept = scalars(1)
+    assert step.cap_(kept, torch.zeros(1), torch.tensor([math.nan]), 0.5).tolist() == [0]
+    assert kept.capped.tolist() == [0]
+    assert step.longest_step(torch.zeros(1), torch.tensor([math.nan]), 12, USUAL) == 2**-7
 
 
 def test_second_moment_and_counters_follow_finite_gradients_alone() -> None:
     kept = scalars(2, v=1.0, t=4)
     finite = torch.tensor([True, False])
-    step.advance_second_moment_(kept, torch.tensor([3.0, 0.0], dtype=torch.float64), finite, 0.999)
+    step.advance_second_moment_(kept, torch.tensor([36.0, 0.0], dtype=torch.float64), 12, finite, 0.999)
     assert kept.exp_avg_sq.tolist() == pytest.approx([1.002, 1], rel=1e-14)
     assert kept.step.tolist() == [5, 4]
     assert kept.skipped.tolist() == [0, 1]
@@ -253,7 +295,7 @@ def test_settings_descend_unless_told_to_climb() -> None:
 def test_a_batch_whose_lists_do_not_fit_is_refused() -> None:
     lame = batch(1, 1)
     lame.G.pop()
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(RuntimeError, match="same number of tensors"):
         step.step_([lame], scalars(2), USUAL)
     short = batch(1, 1)
     with pytest.raises(ValueError, match="zip"):

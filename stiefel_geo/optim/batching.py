@@ -98,7 +98,7 @@ def _joined(frames: Sequence[Frames]) -> tuple[Tensor, Tensor, Tensor]:
         return W, G, m
     W, G, m = torch.cat(Ws), torch.cat(Gs), torch.cat(ms)
     if is_half(frames[0].parameter):
-        W = _heard(W, torch.cat([_flat(each.parameter) for each in frames]))
+        _hear_(W, torch.cat([_flat(each.parameter) for each in frames]))
     return W, G.to(W.dtype), m
 
 
@@ -106,14 +106,14 @@ def _move_in_place_(frames: Sequence[Frames], most: int, settings: Settings) -> 
     """Step the frames where they lie, in batches of at most `most`."""
     for each in frames:
         if is_half(each.parameter):
-            each.W.copy_(_heard(each.W, _flat(each.parameter)))
+            _hear_(each.W, _flat(each.parameter))
     _step_(_batches(frames, most), frames, settings)
     _write_back_([(each, each.W) for each in frames if _is_copy(each)])
 
 
-def _heard(master: Tensor, parameter: Tensor) -> Tensor:
-    """The master of half-precision frames; what somebody else wrote into the parameter wins, entry by entry."""
-    return torch.where(master.to(parameter.dtype) == parameter, master, parameter)
+def _hear_(master: Tensor, parameter: Tensor) -> None:
+    """Take into the master of half-precision frames what somebody else wrote into the parameter, entry by entry."""
+    torch.where(master.to(parameter.dtype) == parameter, master, parameter, out=master)
 
 
 def _is_copy(frames: Frames) -> bool:
@@ -186,7 +186,7 @@ def _batches(frames: Sequence[Frames], most: int) -> list[Batch]:
     batches: list[Batch] = []
     room = 0  # frames that still fit the last batch
     for each in frames:
-        for part in _parts((each.W, each.G.to(each.W.dtype), each.m), most):
+        for part in _parts((each.W, each.G, each.m), most):
             n = part[0].shape[0]
             if n > room:
                 batches.append(Batch([], [], [], []))

@@ -28,9 +28,11 @@ def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any
     m, scalars = state["exp_avg"], Scalars(*(state[key] for key in Scalars._fields))
     v = scalars.exp_avg_sq
     g, size_g = _gradient(manifold, x, G, v)
-    mean_sq = size_g.square() / (m.numel() // max(v.numel(), 1))
-    finite = torch.isfinite(mean_sq)
-    advance_second_moment_(scalars, mean_sq, finite, settings.beta2)
+    g_sq = size_g.square()
+    finite = torch.isfinite(g_sq)
+    advance_second_moment_(
+        scalars, torch.where(finite, g_sq, 0.0), m.numel() // max(v.numel(), 1), finite, settings.beta2
+    )
     m.lerp_(torch.where(finite, g, 0.0), finite.to(m.dtype) * (1 - settings.beta1))
     a = torch.where(finite, step_scale(scalars, settings), 0.0)
     length = _size(manifold, x, m, v)

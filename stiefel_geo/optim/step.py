@@ -17,6 +17,7 @@ host synchronisation on an accelerator, and scalars of a frame are float64. `lit
 workspaces and shared products; `norms.py` says how lengths are formed, `bounds.py` what the host knows of them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,11 +26,11 @@ from torch import Tensor
 
 from ..retraction import factors
 from .bounds import reads_are_free, rounded, step_bound
-from .norms import Lengths, ambient, frobenius, is_finite, squares
+from .norms import Lengths, frobenius_, measured_type, squares
 
 
 class Batch(NamedTuple):
-    """n ≥ 1 frames with their gradients and momentum, of one dtype, float32 or float64.
+    """n ≥ 1 frames with their momentum, float32 or float64, and their gradients.
 
     They come in parts, contiguous (n_i, d, r), as they lie in memory: what is d×r goes through part by part,
     what is r×r for all parts at once. Of a batch of copies, which has one part, W and G are overwritten, and the
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
     """
 
     W: list[Tensor]
-    G: list[Tensor]  # read only, but for copies
+    G: list[Tensor]  # read only, but for copies, which have the type of W
     m: list[Tensor]
     sizes: list[int]  # n_i
     copies: bool = False
@@ -88,7 +89,7 @@ class Settings(NamedTuple):
 class Workspace:
     """Memory (n, d, r) that the batches of a step use in turn, so that it stays in the caches; copies bring their own.
 
-    Tangent parts of gradients lie in it, and then W + ξ.
+    Gradients lie in it, then their tangent parts, and then W + ξ.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -111,12 +112,13 @@ def step_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> Non
     workspace = Workspace(batches)
     lengths = momenta_(batches, settings.beta1, workspace)  # g and m
     g_sq, m_sq, floor = squares(lengths, settings.beta1, torch.finfo(dtype).eps)
-    advance_second_moment_(scalars, g_sq / (d * r), is_finite(floor), settings.beta2)  # v
+    advance_second_moment_(scalars, g_sq, d * r, lengths.finite, settings.beta2)  # v
     a = torch.where(m_sq > floor, step_scale(scalars, settings), 0.0)  # ξ = −a·m, or +a·m to ascend
     a = cap_(scalars, a, lengths.momentum, settings.trust_radius)
 
     bound = longest_step(a, lengths.momentum, d * r, settings)
-    a = a.clamp(max=torch.finfo(dtype).max).to(dtype)
+    largest = torch.full((), torch.finfo(dtype).max, dtype=a.dtype)
+    a = torch.minimum(a, largest, out=torch.empty_like(a, dtype=dtype))
     all_move = reads_are_free(a) and bool((a != 0).all())
     for batch, part in zip(batches, a[:, None, None].split_with_sizes([batch.n for batch in batches]), strict=True):
         Y = workspace.moved(batch)
@@ -127,69 +129,92 @@ def step_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> Non
 
 def momenta_(batches: Sequence[Batch], beta1: float, workspace: Workspace) -> Lengths:
     """`momentum_` of all batches, and what it measured. Its r×r workspace is gone before they move."""
-    n, r = max(batch.n for batch in batches), batches[0].W[0].shape[-1]
-    grams = batches[0].W[0].new_empty(4, n, r, r)
-    rows = [momentum_(batch, beta1, workspace.tangent(batch), grams[:, : batch.n]) for batch in batches]
-    return Lengths((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).double())
+    W, sizes = batches[0].W[0], [batch.n for batch in batches]
+    r = W.shape[-1]
+    products = W.new_empty(2, max(sizes), r, r)
+    lengths = Lengths.empty(sum(sizes), W.device)
+    for batch, n, part in zip(batches, sizes, lengths.split(sizes), strict=True):
+        momentum_(batch, beta1, workspace.tangent(batch), products[:, :n], part)
+    return lengths
 
 
-def momentum_(batch: Batch, beta1: float, U: Tensor, grams: Tensor) -> Tensor:
-    """m ← P_W(β₁ m + (1−β₁) g) in place, U and grams (4, n, r, r) as workspace; the rows of `Lengths`.
+def momentum_(batch: Batch, beta1: float, U: Tensor, products: Tensor, lengths: Lengths) -> None:
+    """m ← P_W(β₁ m + (1−β₁) g) in place, and its `lengths`; U (n, d, r) and products (2, n, r, r) are workspace.
 
     P_W is linear, so the new m is β₁ m + (1−β₁) U with U = G − W·(sym(WᵀG) + θ·sym(Wᵀm)) and θ = β₁/(1−β₁): one
-    product with W serves the gradient and the transport.
+    product with W serves the gradient and the transport. U is G at first.
     """
-    products, doubled = grams[:2], grams[2:]
-    A, B = products.unbind()
-    for W, G, m, WtG, Wtm in zip(batch.W, batch.G, batch.m, batch.split(A), batch.split(B), strict=True):
-        torch.bmm(W.mT, G, out=WtG)
-        torch.bmm(W.mT, m, out=Wtm)
-    torch.add(products, products.mT, out=doubled)  # twice the symmetric parts
-    S = torch.add(doubled[0], doubled[1], alpha=beta1 / (1 - beta1), out=A)
     parts = batch.split(U)
-    for W, G, SW, UW in zip(batch.W, batch.G, batch.split(S), parts, strict=True):
-        torch.baddbmm(G, W, SW, alpha=-0.5, out=UW)
-    sizes, ordinary = frobenius(doubled.flatten(0, 1), U)
-    if not ordinary:
-        keep_broken_(batch, parts, sizes)
-    torch._foreach_lerp_(batch.m, parts, 1 - beta1)
-    return torch.cat([sizes, frobenius(*batch.m)[0]]).view(4, batch.n)
+    if not batch.copies:
+        torch._foreach_copy_(parts, batch.G)
+    A, B = products.unbind()
+    for W, G, m, WtG, Wtm in zip(batch.W, parts, batch.m, batch.split(A), batch.split(B), strict=True):
+        WtG.baddbmm_(W.mT, G, beta=0, alpha=0.5)
+        Wtm.baddbmm_(W.mT, m, beta=0, alpha=0.5)
+    S, ordinary = symmetric_part(products, beta1, lengths)
+    for W, SW, UW in zip(batch.W, batch.split(S), parts, strict=True):
+        UW.baddbmm_(W, SW, alpha=-1)
+    ordinary = frobenius_((lengths.tangent,), (U,)) and ordinary
+    lengths.find_ambient_()
+    if ordinary:
+        torch._foreach_lerp_(batch.m, parts, 1 - beta1)
+        frobenius_(batch.split(lengths.momentum), batch.m)
+    else:
+        for m, new in zip(batch.m, parts, strict=True):
+            torch.lerp(m, new, 1 - beta1, out=new)
+        frobenius_((lengths.momentum,), (U,))
+        keep_broken_(batch, parts, lengths.finite)
 
 
-def keep_broken_(batch: Batch, parts: Sequence[Tensor], sizes: Tensor) -> None:
-    """Write m over U where the gradient is not finite, so that m stays; sizes (3n,) of 2·sym(WᵀG), 2·sym(Wᵀm), U."""
-    normal, _, tangent = sizes.view(3, batch.n).square().unbind()
-    finite = is_finite(ambient(normal, tangent))[:, None, None]
-    for m, UW, whole in zip(batch.m, parts, batch.split(finite), strict=True):
-        torch.where(whole, UW, m, out=UW)
+def symmetric_part(products: Tensor, beta1: float, lengths: Lengths) -> tuple[Tensor, bool]:
+    """sym(WᵀG) + θ·sym(Wᵀm) (n, r, r) from half of both products, over the first; whether both parts are ordinary."""
+    symmetric = torch.empty_like(products, dtype=measured_type(products))
+    torch.add(products, products.mT, out=symmetric)
+    S = torch.add(*symmetric.unbind(), alpha=beta1 / (1 - beta1), out=products[0])
+    return S, frobenius_((lengths.rows[:2],), (symmetric,))
 
 
-def advance_second_moment_(scalars: Scalars, mean_sq: Tensor, finite: Tensor, beta2: float) -> None:
-    """v ← β₂ v + (1−β₂) ‖g‖²/(d·r) and t ← t + 1 for the frames whose gradient is finite."""
+def keep_broken_(batch: Batch, parts: Sequence[Tensor], finite: Tensor) -> None:
+    """Write the new momentum over m, where the gradient is finite."""
+    for m, new, whole in zip(batch.m, parts, batch.split(finite[:, None, None]), strict=True):
+        torch.where(whole, new, m, out=m)
+
+
+def advance_second_moment_(scalars: Scalars, g_sq: Tensor, numel: int, finite: Tensor, beta2: float) -> None:
+    """v ← β₂ v + (1−β₂) ‖g‖²/(d·r) and t ← t + 1 for the frames whose gradient is finite; g_sq is so everywhere."""
     v = scalars.exp_avg_sq
-    torch.where(finite, torch.lerp(v, mean_sq, 1 - beta2), v, out=v)
+    v.addcmul_(finite, torch.sub(v, g_sq, alpha=1 / numel), value=beta2 - 1)
     scalars.step.add_(finite)
     scalars.skipped.add_(~finite)
 
 
 def step_scale(scalars: Scalars, settings: Settings) -> Tensor:
     """a = lr/((1−β₁ᵗ)·√v̂), so that ξ = −a·m; 0 where v or t is 0."""
-    t = scalars.step
-    root = ((1 - settings.beta2**t) / scalars.exp_avg_sq).sqrt()
-    return (root / (1 - settings.beta1**t) * settings.lr).nan_to_num(nan=0.0, posinf=0.0)
+    lr = settings.lr
+    per_lr, second = bias_corrections(scalars.step, settings.betas, 1.0 if isinstance(lr, Tensor) else lr)
+    a = (second / scalars.exp_avg_sq).sqrt() / per_lr
+    return (a * lr if isinstance(lr, Tensor) else a).nan_to_num(nan=0.0, posinf=0.0)
+
+
+def bias_corrections(t: Tensor, betas: tuple[float, float], lr: float) -> Sequence[Tensor]:
+    """(1−β₁ᵗ)/lr and 1−β₂ᵗ."""
+    corrections = torch._foreach_mul([t, t], [math.log(beta) if beta else -math.inf for beta in betas])
+    torch._foreach_expm1_(corrections)
+    torch._foreach_mul_(corrections, [-1 / lr if lr else -math.inf, -1.0])
+    return corrections
 
 
 def cap_(scalars: Scalars, a: Tensor, length: Tensor, trust_radius: float) -> Tensor:
-    """Shorten steps a·m longer than Δ to Δ, and count them; `length` is that of m."""
-    longest = trust_radius / length
+    """Shorten steps a·m longer than Δ to Δ, and count them; `length` is that of m, and NaN where nothing moves."""
+    longest = torch.full((), trust_radius, dtype=length.dtype) / length
     scalars.capped.add_(a > longest)
-    return torch.minimum(a, longest)
+    return torch.fmin(a, longest)
 
 
 def longest_step(a: Tensor, length: Tensor, numel: int, settings: Settings) -> float:
     """A bound on every ‖ξ‖_F: the longest step itself where reading is free, and else what the host knows."""
     if reads_are_free(a):
-        return rounded(float((a * length).max()))
+        return rounded(float((a * length).nan_to_num(nan=0.0).max()))
     return rounded(step_bound(settings.largest_lr, settings.betas, settings.trust_radius, numel))
 
 

@@ -22,8 +22,13 @@ FREE = {
     *("unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "diagonal", "chunk", "_reshape_alias"),
     *("empty", "new_empty", "empty_strided", "empty_like", "scalar_tensor", "lift_fresh"),
 }
-VITS = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16)}  # width, layers, heads of width 64
-HELD = {"S": 1.0, "B": 1.0, "L": 1.0}  # the most memory that a step holds beside the frames, over theirs
+VITS = {
+    "Ti": (192, 12, 3),
+    "S": (384, 12, 6),
+    "B": (768, 12, 12),
+    "L": (1024, 24, 16),
+}  # width, layers, heads of width 64
+HELD = {"Ti": 5.67, "S": 5.34, "B": 0.8, "L": 0.8}  # the most memory that a step holds beside the frames, over theirs
 
 
 def tensors(tree: object) -> list[Tensor]:
@@ -40,8 +45,9 @@ def memory(tree: object) -> dict[tuple[object, ...], int]:
 class Costs(TorchDispatchMode):
     """Launches, bytes read and written, and the most bytes held at once, as the dispatcher sees them.
 
-    A foreach operation counts as one launch, and a matrix product reads each of its operands once. `vector_norm` in
-    another type casts first: one launch and two passes more, and a copy that is held while it runs.
+    A foreach operation counts as one launch, and a matrix product reads each of its operands once. What torch does
+    inside of an operation is added: `vector_norm` in another type casts first, one launch and two passes more and a
+    copy that is held while it runs, and `baddbmm` out of place copies what it adds to.
     """
 
     def __init__(self, known: object) -> None:
@@ -49,12 +55,21 @@ class Costs(TorchDispatchMode):
         self.known = {t.untyped_storage()._cdata for t in tensors(known)}
         self.launches: Counter[str] = Counter()
         self.bytes = self.held = self.peak = 0
+        self.size = 1  # bytes of the frames
+
+    @property
+    def moved(self) -> float:
+        return self.bytes / self.size
+
+    @property
+    def transient(self) -> float:
+        return self.peak / self.size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func._schema.name.split("::")[1]
-        if func.namespace == "aten" and name not in FREE:
+        if func.namespace == "aten" and name not in FREE and any(t.device.type != "cpu" for t in tensors((args, out))):
             self.launches[name] += 1
             self._traffic(name, args, kwargs, out)
         for tensor in tensors(out):
@@ -62,7 +77,8 @@ class Costs(TorchDispatchMode):
         return out
 
     def _traffic(self, name: str, args: Any, kwargs: dict[str, Any], out: object) -> None:
-        read = memory((args[1:] if name.endswith("copy_") else args, {k: v for k, v in kwargs.items() if k != "out"}))
+        overwrites = name.endswith("copy_") or kwargs.get("beta") == 0
+        read = memory((args[1:] if overwrites else args, {k: v for k, v in kwargs.items() if k != "out"}))
         written = memory(args[0] if name.endswith("_") else out)
         self.bytes += sum(read.values()) + sum(written.values())
         if name == "linalg_vector_norm" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:
@@ -70,6 +86,9 @@ class Costs(TorchDispatchMode):
             self.launches["cast"] += 1
             self.bytes += 2 * cast
             self.peak = max(self.peak, self.held + cast)
+        if name == "baddbmm" and kwargs.get("out") is not args[0]:
+            self.launches["copy"] += 1
+            self.bytes += 2 * sum(memory(args[0]).values())
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
