@@ -3,6 +3,7 @@
 python examples/experiment.py patches --data ../shared/data/cifar10-jpeg
 python examples/experiment.py grokking
 python examples/experiment.py finetune_pairs --data ../shared/data/cifar10-jpeg ...
+python examples/experiment.py scratch --data ../shared/data/cifar10-jpeg
 python examples/experiment.py report                       # everything that the runs say
 """
 
@@ -10,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-NAMES = ("patches", "grokking", "finetune_pairs", "report")
+NAMES = ("patches", "grokking", "finetune_pairs", "scratch", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

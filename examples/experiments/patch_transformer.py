@@ -114,7 +114,10 @@ def spectrum(model: nn.Module) -> dict[str, float]:
     """Singular values of queries and keys, and the effective rank of W_Q·W_Kᵀ: medians over the heads.
 
     Effective rank: exp of the entropy of the normalised singular values; r for W_Q·W_Kᵀ with equal ones.
+    NaN where a frame of a run that diverged is not finite.
     """
+    if not all(frame.isfinite().all() for frame in frames(model)):
+        return dict.fromkeys(("largest", "smallest", "product_rank"), math.nan)
     values = torch.cat([torch.linalg.svdvals(frame) for frame in frames(model)])
     R = [torch.linalg.qr(frame).R for frame in frames(model)]  # W_Q·W_Kᵀ has the singular values of R_Q·R_Kᵀ
     products = torch.cat([torch.linalg.svdvals(R_Q @ R_K.mT) for R_Q, R_K in zip(R[::2], R[1::2], strict=True)])
