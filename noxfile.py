@@ -8,6 +8,7 @@ architectures of timm it is `nox -s coverage -- record`, ten minutes a version.
 import datetime
 import json
 import re
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
@@ -89,7 +90,7 @@ def prerelease(session: nox.Session) -> None:
 @nox.parametrize("timm", [nox.param(which, id=which) for which in COVERED])
 def coverage(session: nox.Session, timm: str) -> None:
     """Every architecture of a timm, patched on the meta device."""
-    session.install("-e", ".", *COVERED[timm])
+    session.install("-e", ".[examples]", *COVERED[timm])  # with a scipy that geoopt 0.5.0 knows
     result = Path(session.create_tmp()).resolve() / "coverage.json"
     session.run("python", "-m", "stiefel_geo.integrations.coverage", "--json", str(result), success_codes=[0, 1])
     if "record" in session.posargs:
@@ -98,15 +99,15 @@ def coverage(session: nox.Session, timm: str) -> None:
 
 
 @nox.session(python=PYTHONS[0])
-@nox.parametrize("resolution", ["lowest-direct", "highest"])
-def wheel(session: nox.Session, resolution: str) -> None:
+@nox.parametrize("versions", [nox.param(which, id=which) for which in ("oldest", "newest")])
+def wheel(session: nox.Session, versions: str) -> None:
     """Build sdist and wheel, check them, and use the wheel in a clean environment, away from the checkout."""
-    built, root = Path(session.create_tmp()).resolve() / resolution, Path.cwd()
+    built, root = Path(session.create_tmp()).resolve() / versions, Path.cwd()
     session.install("build", "twine")
     session.run("python", "-m", "build", "--outdir", str(built))  # the wheel is built from the sdist
     session.run("twine", "check", "--strict", *map(str, built.glob("stiefel_geo-*")))
     (package,) = built.glob("*.whl")
-    session.install("--resolution", resolution, f"stiefel-geo[examples] @ {package.as_uri()}")
+    session.install(f"stiefel-geo[examples] @ {package.as_uri()}", *(_floors() if versions == "oldest" else ()))
     session.chdir(built)
     session.run("python", "-c", FIRST_LINES)
     session.run("python", "-W", "ignore", "-m", "stiefel_geo.certificates")
@@ -133,6 +134,12 @@ def _core(session: nox.Session) -> None:
         passed = int(counts["tests"]) - int(counts["skipped"])
         outcome = f"{passed} passed, {counts['skipped']} skipped"
         _record("sessions", [session.name, str(session.python), *_versions(session, *SHOWN), outcome])
+
+
+def _floors() -> list[str]:
+    """What pyproject.toml states, pinned: uv's lowest-direct sees a wheel's requirements as indirect ones."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [line.replace(">=", "==") for line in project["dependencies"] + project["optional-dependencies"]["examples"]]
 
 
 def _versions(session: nox.Session, *packages: str) -> list[str]:

@@ -246,14 +246,22 @@ def test_fine_tuning_pairs_come_from_finetune_itself(tmp_path):
 
 def test_fine_tuning_pairs_that_are_missing_are_counted():
     runs = [*finetuned([1.0] * 5, 1e-4), *finetuned([1.0, 2.0], 1e-3)]
-    lines = report.missing(report.Evidence(of([]), [], [], runs)).splitlines()
+    lines = report.missing(report.Evidence(of([]), [], [], runs, [])).splitlines()
     assert lines == ["- fine-tuning, lr 0.001: 2 of 5 pairs"]
 
 
 def test_stages_that_are_not_done_are_counted():
-    lines = report.missing(report.Evidence(of(tuned(), pairs([1.0, 2.0])), [], [], [])).splitlines()
+    lines = report.missing(report.Evidence(of(tuned(), pairs([1.0, 2.0])), [], [], [], [])).splitlines()
     assert "- images, stage `base_pairs`: 4 of 29 runs" in lines
     assert "- images, stage `arms`: its arms are not tuned yet" in lines
+
+
+def test_pairs_of_a_screened_configuration_are_reported_by_its_name_and_apart():
+    runs = of(pairs([1.0, 2.0, 3.0]), [record(arm, 0, 0.5, depth=1) for arm in ("adamw", "scale_free")])
+    ((name, other),) = runs.others()
+    assert name == "1 layer"
+    assert other.values(cell("scale_free")) == {0: 0.5}
+    assert len(runs.values(cell("scale_free"))) == 3
 
 
 def test_curves_hold_every_seed_in_percent():

@@ -14,6 +14,8 @@ HELD = 0.9  # validation accuracy that counts as generalised
 
 Arms = Mapping[str, Mapping[int, Record]]
 
+NO_RUNS = "no runs"  # in the place of a figure
+
 
 def common(config: Config) -> Config:
     return {name: value for name, value in config.items() if name not in OF_A_RUN}
@@ -63,12 +65,12 @@ def sweep(records: Sequence[Record], main: Config) -> dict[tuple[float, int], li
 def interval(value: Paired, unit: str = "", digits: int = 2) -> str:
     """mean [low, high] (n = …)."""
     if value.n < 2:
-        return f"{value.mean:+.{digits}f}{unit} (n = {value.n}, no interval)" if value.n else "no runs"
+        return f"{value.mean:+.{digits}f}{unit} (n = {value.n}, no interval)" if value.n else NO_RUNS
     return f"{value.mean:+.{digits}f}{unit} [{value.low:+.{digits}f}, {value.high:+.{digits}f}] (n = {value.n})"
 
 
 def ratio(value: Paired) -> str:
-    return f"{value.mean:.1f}× [{value.low:.1f}, {value.high:.1f}] (n = {value.n})" if value.n > 1 else "no runs"
+    return f"{value.mean:.1f}× [{value.low:.1f}, {value.high:.1f}] (n = {value.n})" if value.n > 1 else NO_RUNS
 
 
 def described(config: Config) -> str:

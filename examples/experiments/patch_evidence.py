@@ -1,5 +1,6 @@
 """The finished runs of the patch experiment as cells (images, arm, lr of the rest, k), and differences between them."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,20 +28,26 @@ class Cell(NamedTuple):
 
 
 class PatchRuns:
-    """The runs of the configuration that most pairs were made in, by cell and seed; tuning runs apart."""
+    """The runs of one configuration, by default that of most pairs, by cell and seed; tuning runs apart."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], configuration: Config | None = None) -> None:
         self.records = records
         self.pairs = [record for record in records if record["config"]["seed"] < FIRST_GRID_SEED]
         counts = Counter(key(common(record["config"])) for record in self.pairs)
-        most = counts.most_common(1)[0][0] if counts else ""
-        self.common = next((common(r["config"]) for r in self.pairs if key(common(r["config"])) == most), {})
+        self.common = configuration or (json.loads(counts.most_common(1)[0][0]) if counts else {})
         self.cells: dict[Cell, dict[int, Record]] = {}
         for record in self.pairs:
             config = record["config"]
             if common(config) == self.common:
                 cell = Cell(config["images"], config["arm"], config["lr"], config["k"])
                 self.cells.setdefault(cell, {})[config["seed"]] = record
+
+    def others(self) -> Iterator[tuple[str, "PatchRuns"]]:
+        """The screened configurations that have pairs too, by name."""
+        for name, changes in SCREENED.items():
+            other = PatchRuns(self.records, {**self.common, **changes})
+            if changes and other.cells:
+                yield name, other
 
     def tuned(self, images: int, arm: str) -> Cell:
         """The cell that an arm is compared at; ablations take ours' learning rates. NaN where nothing is tuned."""

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from finetuning import run_record
 from finetuning.atomic_files import write_atomically
 from finetuning.bad_input import BadInput
 
 from .claims import finetune_claims, grokking_claims, old_claims, patch_claims
-from .evidence import OURS, by_peak, differences, main_configuration, pairs_only
+from .evidence import NO_RUNS, OURS, by_peak, differences, main_configuration, pairs_only
 from .evidence_plots import arms_against_adamw, draw_curves, draw_grokking, draw_pairs, draw_phase, draw_tuning
 from .harness import RESULTS, Record, key, read_records
 from .paired_statistics import RULES
@@ -34,6 +35,7 @@ from .report_sections import (
     summary,
     tuning_section,
 )  # fmt: skip
+from .scratch_report import scratch_claims, scratch_section
 
 START, END = "<!-- evidence -->", "<!-- /evidence -->"
 PAGE = RESULTS.parents[1] / "docs" / "results.md"
@@ -46,6 +48,7 @@ class Evidence(NamedTuple):
     old: list[Record]
     grokking: list[Record]
     tuned: list[Record]
+    scratch: list[Record]
 
     @classmethod
     def of(cls, folder: Path) -> "Evidence":
@@ -53,7 +56,8 @@ class Evidence(NamedTuple):
         done = {key(record["config"]) for record in grokking}
         unfinished = [r for r in read_records(folder / "grokking.partial.jsonl") if key(r["config"]) not in done]
         old, tuned = read_records(folder / "patches_16px.jsonl"), read_records(folder / "finetune.jsonl")
-        return cls(PatchRuns(read_records(folder / "patches.jsonl")), old, grokking + unfinished, tuned)
+        patches, scratch = (read_records(folder / f"{name}.jsonl") for name in ("patches", "scratch"))
+        return cls(PatchRuns(patches), old, grokking + unfinished, tuned, scratch)
 
     def ended(self) -> list[Record]:
         return [record for record in self.grokking if record["reached"] == record["config"]["epochs"]]
@@ -125,7 +129,12 @@ def images_part(runs: PatchRuns) -> list[str]:
         if images == BASE_IMAGES and any(len(curve) > 2 for curve in tuning_curves(runs, images).values()):
             parts += ["![Validation accuracy by lr](figures/tuning.png)"]
         parts += [f"### Arms as tuned, {images:,} images", arms_section(runs, images)]
-    return [*parts, "### How far k may be off", range_section(runs)]
+    parts += ["### How far k may be off", range_section(runs)]
+    for name, other in runs.others():
+        parts += [f"### The same with {name}", summary([c for c in patch_claims(other) if c.figure != NO_RUNS])]
+        parts += [f"Arms as tuned, {BASE_IMAGES:,} images; tuning, validation accuracy, %, one seed:",
+                  arms_section(other, BASE_IMAGES), tuning_section(other, BASE_IMAGES)]  # fmt: skip
+    return parts
 
 
 def body(evidence: Evidence) -> str:
@@ -134,6 +143,7 @@ def body(evidence: Evidence) -> str:
     claims = [
         *patch_claims(runs),
         *grokking_claims(grokking),
+        *scratch_claims(evidence.scratch),
         *finetune_claims(evidence.tuned),
         *old_claims(evidence.old),
     ]
@@ -146,9 +156,11 @@ def body(evidence: Evidence) -> str:
     if grokking:
         parts += ["## Modular addition", "![Validation accuracy of every run by epoch](figures/grokking.png)",
                   grokking_section(evidence.grokking)]  # fmt: skip
+    if evidence.scratch:
+        parts += ["## A timm ViT from scratch", scratch_section(evidence.scratch)]
     if evidence.tuned:
         parts += ["## Fine-tuning a pretrained ViT", finetune_section(evidence.tuned)]
-    everything = [*runs.records, *evidence.old, *evidence.grokking, *evidence.tuned]
+    everything = [*runs.records, *evidence.old, *evidence.grokking, *evidence.tuned, *evidence.scratch]
     return "\n\n".join([*parts, "## Not run yet", missing(evidence), "## Provenance", provenance_words(everything)])
 
 
@@ -162,8 +174,17 @@ def draw(evidence: Evidence, folder: Path) -> None:
         if sizes(runs):
             draw_curves(runs, sizes(runs), folder / "curves.png")
             draw_phase(phase(runs), "k", folder / "phase.png")
+    if pair := longest_pair(evidence.tuned):
+        run_record.draw_curves(pair, folder / "finetune_vit_s.png")
     if evidence.ended():
         draw_grokking(evidence.ended(), folder / "grokking.png")
+
+
+def longest_pair(records: Sequence[Record]) -> list[run_record.Row]:
+    """The epochs of both arms of the first pair at the peak lr that most pairs have."""
+    at_peak = max(by_peak(records).values(), key=lambda arms: len(differences(arms, OURS, "adamw")), default={})
+    seeds = at_peak.get(OURS, {}).keys() & at_peak.get("adamw", {}).keys()
+    return [row for arm in (OURS, "adamw") for row in at_peak[arm][min(seeds)]["rows"]] if seeds else []
 
 
 def put_between(text: str, fragment: str) -> str:

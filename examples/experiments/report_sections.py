@@ -145,13 +145,15 @@ def old_section(records: Sequence[Record], main: Config) -> str:
 def grokking_section(records: Sequence[Record]) -> str:
     """Stability of every run of modular addition."""
     rows = [
-        (r["config"]["p"], r["config"]["arm"], r["config"]["seed"], f"{r['reached']:,} of {r['config']['epochs']:,}",
+        (r["config"]["p"], f"{r['config']['decay']:g}", r["config"]["arm"], r["config"]["seed"],
+         f"{r['reached']:,} of {r['config']['epochs']:,}",
          f"{100 * r['endpoint']:.1f}", f"{r['held']:.0%}", r["collapses"],
          f"{r['rows'][-1]['smallest']:.3f} … {r['rows'][-1]['largest']:.3f}")
         for r in with_endpoints(records)
     ]  # fmt: skip
     head = (
         "p",
+        "decay",
         "arm",
         "seed",
         "epochs",

@@ -68,9 +68,9 @@ def run(config: Config, pixels: dict[str, torch.Tensor], device: str) -> Record:
     losses = train(model.to(device), optimizer, data, config)
     loss, accuracy = scores(model.eval(), test)
     eighth = max(1, len(losses) // 8)
+    parts = [losses[i : i + eighth] for i in range(0, len(losses), eighth)]
     return {
-        "test_loss": loss, "test_accuracy": accuracy,
-        "train_loss": [sum(part) / len(part) for i in range(0, len(losses), eighth) if (part := losses[i : i + eighth])],
+        "test_loss": loss, "test_accuracy": accuracy, "train_loss": [sum(part) / len(part) for part in parts],
         "defect": max((float(value.max()) for value in diagnostics.defect(model).values()), default=None),
     }  # fmt: skip
 

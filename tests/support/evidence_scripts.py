@@ -19,6 +19,8 @@ patch_transformer = importlib.import_module("experiments.patch_transformer")
 patches = importlib.import_module("experiments.patches")
 report = importlib.import_module("experiments.report")
 report_sections = importlib.import_module("experiments.report_sections")
+scratch = importlib.import_module("experiments.scratch")
+scratch_report = importlib.import_module("experiments.scratch_report")
 
 __all__ = [
     "EXAMPLES",
@@ -37,4 +39,6 @@ __all__ = [
     "patches",
     "report",
     "report_sections",
+    "scratch",
+    "scratch_report",
 ]
