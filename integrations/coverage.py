@@ -47,12 +47,11 @@ class Library(Protocol):
 
 
 class _Readable(TorchFunctionMode):
-    """Numbers on the meta device read as 0: older timm reads the drop rates of its blocks while it builds them."""
+    """`torch.linspace` has values: older timm reads the drop rates of its blocks from it while it builds them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.item and args[0].is_meta:
-            return 0.0
-        return func(*args, **(kwargs or {}))
+        cpu = {"device": "cpu"} if func is torch.linspace else {}
+        return func(*args, **{**(kwargs or {}), **cpu})
 
 
 class Timm:
