@@ -1,5 +1,6 @@
 """The pictures of the results page."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def save(figure: Figure, path: Path) -> None:
 
 def draw_curves(runs: PatchRuns, sizes: Sequence[int], path: Path) -> None:
     """Test accuracy against k, a panel a size; the bands reach from the worst seed to the best."""
-    figure = Figure(figsize=(4.2 * len(sizes), 4), layout="constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(sizes)))
+    rows = math.ceil(len(sizes) / 2)  # two beside each other can be read in the width of a page
+    figure = Figure(figsize=(8.4, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False).flatten()[: len(sizes)]
     lr = runs.rest_lr()
     for axes, images in zip(panels, sizes, strict=True):
         for arm in HEADLINE:
@@ -45,7 +47,7 @@ def draw_curves(runs: PatchRuns, sizes: Sequence[int], path: Path) -> None:
         axes.set_xticks(ticks, [f"{k:g}" for k in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy, %")
+    figure.supylabel("test accuracy, %")
     panels[-1].legend()
     save(figure, path)
 
