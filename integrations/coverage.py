@@ -51,7 +51,7 @@ class _Readable(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cpu = {"device": "cpu"} if func is torch.linspace else {}
-        return func(*args, **{**(kwargs or {}), **cpu})
+        return func(*args, **{**cpu, **(kwargs or {})})
 
 
 class Timm:
