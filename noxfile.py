@@ -92,6 +92,7 @@ def coverage(session: nox.Session, timm: str) -> None:
     """Every architecture of a timm, patched on the meta device."""
     session.install("-e", ".[examples]", *COVERED[timm])  # with a scipy that geoopt 0.5.0 knows
     result = Path(session.create_tmp()).resolve() / "coverage.json"
+    result.unlink(missing_ok=True)  # 1 is also what a crash exits with
     session.run("python", "-m", "stiefel_geo.integrations.coverage", "--json", str(result), success_codes=[0, 1])
     if "record" in session.posargs:
         counts = Counter(model["status"] for model in json.loads(result.read_text()))

@@ -40,6 +40,14 @@ def test_k_scales_the_lr_of_queries_and_keys_alone():
         assert set(groups.values()) == {1.0}
 
 
+def test_adamw_decays_frames_as_every_matrix_and_ours_does_not():
+    for arm, decay in (("adamw_frames", 0.05), ("identity", 0.0)):
+        groups = scratch.build({**CONFIG, "arm": arm})[1].param_groups
+        assert {group["name"]: group["weight_decay"] for group in groups} == {
+            "frames": decay, "decayed": 0.05, "undecayed": 0.0,
+        }  # fmt: skip
+
+
 def test_claims_pair_seeds_of_one_k_and_say_when_they_are_too_few():
     runs = [record(arm, 3.0, seed, 0.3 + (arm == "identity") * 0.05 + seed / 1000)
             for arm in ("identity", "adamw_frames") for seed in range(3)]  # fmt: skip

@@ -260,6 +260,19 @@ def test_coverage_of_no_architecture_is_an_error(capsys: pytest.CaptureFixture[s
     assert "matches 'no_such_*'" in capsys.readouterr().err
 
 
+def test_coverage_builds_models_that_read_their_drop_rates_from_linspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As older timm does, by `item` and by `tolist`."""
+    rates: list[float] = []
+
+    def create(name: str, **_: object) -> nn.Module:
+        rates.extend([x.item() for x in torch.linspace(0, 0.5, 3)] + torch.linspace(0, 0.5, 3).tolist())
+        return nn.Linear(2, 2)
+
+    monkeypatch.setattr(timm, "create_model", create)
+    assert coverage.Timm().build("any").weight.is_meta
+    assert rates == [0.0, 0.25, 0.5] * 2
+
+
 def test_coverage_tells_a_model_without_attention_from_one_that_is_left_out() -> None:
     without = coverage.cover("resnet10t")
     assert (without.status, without.patched, without.error) == ("without attention", {}, "")

@@ -158,6 +158,8 @@ def test_accelerates_fsdp2_state_loads_and_goes_on_as_before(sharded: list[dict[
 def test_trainer_resumes_a_patched_model_bit_for_bit(tmp_path: Path) -> None:
     def trained(resumed: str | None) -> nn.Module:
         model: nn.Module = tiny("llama").train()
+        for p in model.parameters() if resumed else ():
+            p.data.mul_(0.5)  # so that a checkpoint that is not read would show
         stiefel_geo.patch(model)
         optimizer = stiefel_geo.ScaleFreeRiemannianAdam(stiefel_geo.param_groups(model, 0.01), lr=3e-3)
         arguments = transformers.TrainingArguments(

@@ -174,13 +174,13 @@ def draw(evidence: Evidence, folder: Path) -> None:
         if sizes(runs):
             draw_curves(runs, sizes(runs), folder / "curves.png")
             draw_phase(phase(runs), "k", folder / "phase.png")
-    if pair := longest_pair(evidence.tuned):
+    if pair := first_pair(evidence.tuned):
         run_record.draw_curves(pair, folder / "finetune_vit_s.png")
     if evidence.ended():
         draw_grokking(evidence.ended(), folder / "grokking.png")
 
 
-def longest_pair(records: Sequence[Record]) -> list[run_record.Row]:
+def first_pair(records: Sequence[Record]) -> list[run_record.Row]:
     """The epochs of both arms of the first pair at the peak lr that most pairs have."""
     at_peak = max(by_peak(records).values(), key=lambda arms: len(differences(arms, OURS, "adamw")), default={})
     seeds = at_peak.get(OURS, {}).keys() & at_peak.get("adamw", {}).keys()

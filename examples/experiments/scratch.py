@@ -39,19 +39,20 @@ def build(config: Config) -> tuple[nn.Module, Optimizer]:
     groups = stiefel_geo.param_groups(model, config["decay"], frame_lr_scale=config["k"])
     if not config["arm"].startswith("adamw"):
         return model, stiefel_geo.ScaleFreeRiemannianAdam(groups, lr=config["lr"], betas=BETAS)
-    for group in groups:  # a frame is a matrix like any other to AdamW
-        group["weight_decay"] = config["decay"] if group["name"] == "frames" else group["weight_decay"]
+    for group in groups:
+        if group["name"] == "frames":  # to AdamW a matrix like any other
+            group["weight_decay"] = config["decay"]
     return model, AdamW(groups, lr=config["lr"], betas=BETAS)
 
 
 def train(model: nn.Module, optimizer: Optimizer, data: Split, config: Config) -> list[float]:
     """The training loss of every step."""
     losses, steps = [], config["steps"]
-    for group in optimizer.param_groups:
-        group["peak"] = config["lr"] * group.get("lr_scale", 1.0)
+    stiefel_geo.scale_lr_(optimizer)
+    peaks = [group["lr"] for group in optimizer.param_groups]
     for step, (images, labels) in zip(range(steps), batches(data, config), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * schedule(step, steps)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * schedule(step, steps)
         with torch.autocast(images.device.type, torch.bfloat16):
             loss, _ = loss_and_hits(model, images, labels)
         optimizer.zero_grad()

@@ -19,7 +19,6 @@ from stiefel_geo import diagnostics
 from .transformers_models import tiny, words
 
 WORLD, STEPS, LR = 2, 4, 1e-2
-SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,8 +52,8 @@ def accelerator() -> Accelerator:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks, sizes = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), dict.fromkeys(SIZES, str(WORLD))
-    os.environ |= ranks | sizes  # as torchrun sets them; accelerate reads them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}  # as torchrun sets them; accelerate reads them
+    os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)}
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
     ours, model = accelerator(), tiny("llama").train()
     stiefel_geo.patch(model)
