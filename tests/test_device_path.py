@@ -1,9 +1,11 @@
 """The step without reads by the host, as an accelerator and torch.compile run it: here on the CPU, and on CUDA."""
 
 import math
+import os
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +102,17 @@ def test_a_step_reads_no_value_on_the_host() -> None:
     counts = calls_of_a_step(3)
     assert products(counts) >= 5
     assert not [name for name in counts if "local_scalar_dense" in name or "nonzero" in name]
+
+
+@pytest.mark.parametrize(("markers", "seen"), [("", ""), ("core", ""), ("slow and not cuda", ""), ("cuda", "0")])
+def test_a_run_of_the_cuda_tests_alone_sees_gpus(
+    markers: str, seen: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    assert conftest is not None
+    conftest.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=markers)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def cuda_frames() -> list[torch.Tensor]:
