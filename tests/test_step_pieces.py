@@ -15,6 +15,7 @@ from stiefel_geo.optim.step import Batch, Scalars, Settings
 
 EPS = torch.finfo(torch.float64).eps
 USUAL = Settings(lr=0.1, beta1=0.9, beta2=0.999, trust_radius=1.0)
+MOVES = torch.tensor([True])
 
 
 def scalars(n: int, v: float = 0.0, t: float = 0.0) -> Scalars:
@@ -195,15 +196,17 @@ def test_a_device_takes_the_bound_of_the_host(monkeypatch: pytest.MonkeyPatch) -
 def test_only_steps_longer_than_the_trust_radius_are_shortened_and_counted() -> None:
     kept = scalars(4)
     a, m = torch.tensor([2.0, 2.0, 2.0, 0.0]), torch.tensor([0.125, 0.25, 0.5, 0.0])
-    assert step.cap_(kept, a, m, 0.5).tolist() == [2, 2, 1, 0]
+    assert step.cap_(kept, a, m, torch.tensor([True, True, True, False]), 0.5).tolist() == [2, 2, 1, 0]
     assert kept.capped.tolist() == [0, 0, 1, 0]
+    assert kept.skipped.tolist() == [0, 0, 0, 1]
 
 
 def test_step_scale_is_the_formula() -> None:
     kept = scalars(1, v=0.004, t=3)
     expected = 0.1 / ((1 - 0.9**3) * math.sqrt(0.004 / -math.expm1(3 * math.log(0.999))))
     for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
-        assert step.step_scale(kept, USUAL._replace(lr=lr)).item() == pytest.approx(expected, rel=1e-14)
+        assert step.step_scale(kept, USUAL._replace(lr=lr), MOVES).item() == pytest.approx(expected, rel=1e-14)
+        assert step.step_scale(kept, USUAL._replace(lr=lr), ~MOVES).item() == 0
 
 
 @pytest.mark.parametrize(("v", "t", "lr"), [(0.0, 3, 0.1), (0.0, 0, 0.1), (0.004, 3, 0.0), (0.0, 0, 0.0)])
@@ -212,23 +215,23 @@ def test_step_scale_is_zero_without_gradients_and_without_lr(
     v: float, t: float, lr: float, betas: tuple[Any, ...]
 ) -> None:
     settings = USUAL._replace(lr=lr, beta1=betas[0], beta2=betas[1])
-    assert step.step_scale(scalars(1, v=v, t=t), settings).item() == 0
+    for moves in (MOVES, ~MOVES):
+        assert step.step_scale(scalars(1, v=v, t=t), settings, moves).item() == 0
 
 
 def test_a_length_that_is_not_finite_shortens_nothing() -> None:
     kept = scalars(1)
-    assert step.cap_(kept, torch.zeros(1), torch.tensor([math.nan]), 0.5).tolist() == [0]
+    assert step.cap_(kept, torch.zeros(1), torch.tensor([math.nan]), MOVES, 0.5).tolist() == [0]
     assert kept.capped.tolist() == [0]
     assert step.longest_step(torch.zeros(1), torch.tensor([math.nan]), 12, USUAL) == 2**-7
 
 
-def test_second_moment_and_counters_follow_finite_gradients_alone() -> None:
+def test_second_moment_and_step_follow_finite_gradients_alone() -> None:
     kept = scalars(2, v=1.0, t=4)
     finite = torch.tensor([True, False])
     step.advance_second_moment_(kept, torch.tensor([36.0, 0.0], dtype=torch.float64), 12, finite, 0.999)
     assert kept.exp_avg_sq.tolist() == pytest.approx([1.002, 1], rel=1e-14)
     assert kept.step.tolist() == [5, 4]
-    assert kept.skipped.tolist() == [0, 1]
 
 
 def batch(*sizes: int, dtype: torch.dtype = torch.float32) -> Batch:

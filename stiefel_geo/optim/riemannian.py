@@ -34,9 +34,8 @@ def _step_(manifold: geoopt.Manifold, x: Tensor, G: Tensor, state: dict[str, Any
         scalars, torch.where(finite, g_sq, 0.0), m.numel() // max(v.numel(), 1), finite, settings.beta2
     )
     m.lerp_(torch.where(finite, g, 0.0), finite.to(m.dtype) * (1 - settings.beta1))
-    a = torch.where(finite, step_scale(scalars, settings), 0.0)
     length = _size(manifold, x, m, v)
-    a = cap_(scalars, a, length, settings.trust_radius)
+    a = cap_(scalars, step_scale(scalars, settings, finite), length, finite, settings.trust_radius)
 
     sign = 1.0 if settings.maximize else -1.0
     y, transported = manifold.retr_transp(x, (sign * a).to(m.dtype) * m, m)

@@ -113,8 +113,8 @@ def step_(batches: Sequence[Batch], scalars: Scalars, settings: Settings) -> Non
     lengths = momenta_(batches, settings.beta1, workspace)  # g and m
     g_sq, m_sq, floor = squares(lengths, settings.beta1, torch.finfo(dtype).eps)
     advance_second_moment_(scalars, g_sq, d * r, lengths.finite, settings.beta2)  # v
-    a = torch.where(m_sq > floor, step_scale(scalars, settings), 0.0)  # ξ = −a·m, or +a·m to ascend
-    a = cap_(scalars, a, lengths.momentum, settings.trust_radius)
+    a = step_scale(scalars, settings, m_sq > floor)  # ξ = −a·m, or +a·m to ascend
+    a = cap_(scalars, a, lengths.momentum, lengths.finite, settings.trust_radius)
 
     bound = longest_step(a, lengths.momentum, d * r, settings)
     largest = torch.full((), torch.finfo(dtype).max, dtype=a.dtype)
@@ -185,14 +185,13 @@ def advance_second_moment_(scalars: Scalars, g_sq: Tensor, numel: int, finite: T
     v = scalars.exp_avg_sq
     v.addcmul_(finite, torch.sub(v, g_sq, alpha=1 / numel), value=beta2 - 1)
     scalars.step.add_(finite)
-    scalars.skipped.add_(~finite)
 
 
-def step_scale(scalars: Scalars, settings: Settings) -> Tensor:
-    """a = lr/((1−β₁ᵗ)·√v̂), so that ξ = −a·m; 0 where v or t is 0."""
+def step_scale(scalars: Scalars, settings: Settings, moves: Tensor) -> Tensor:
+    """a = lr/((1−β₁ᵗ)·√v̂), so that ξ = −a·m; 0 where v or t is 0, and for frames that `moves` leaves out."""
     lr = settings.lr
     per_lr, second = bias_corrections(scalars.step, settings.betas, 1.0 if isinstance(lr, Tensor) else lr)
-    a = (second / scalars.exp_avg_sq).sqrt() / per_lr
+    a = (second / scalars.exp_avg_sq).sqrt() / per_lr * moves  # `where` would launch once more, to make its 0
     return (a * lr if isinstance(lr, Tensor) else a).nan_to_num(nan=0.0, posinf=0.0)
 
 
@@ -204,10 +203,15 @@ def bias_corrections(t: Tensor, betas: tuple[float, float], lr: float) -> Sequen
     return corrections
 
 
-def cap_(scalars: Scalars, a: Tensor, length: Tensor, trust_radius: float) -> Tensor:
-    """Shorten steps a·m longer than Δ to Δ, and count them; `length` is that of m, and NaN where nothing moves."""
+def cap_(scalars: Scalars, a: Tensor, length: Tensor, finite: Tensor, trust_radius: float) -> Tensor:
+    """Shorten steps a·m longer than Δ to Δ; count them, and those left out since the gradient is not finite.
+
+    `length` is that of m, and NaN where nothing moves.
+    """
     longest = torch.full((), trust_radius, dtype=length.dtype) / length
-    scalars.capped.add_(a > longest)
+    skipped = torch.logical_not(finite, out=torch.empty_like(a))
+    capped = torch.gt(a, longest, out=torch.empty_like(a))
+    torch._foreach_add_([scalars.skipped, scalars.capped], [skipped, capped])
     return torch.fmin(a, longest)
 
 

@@ -20,7 +20,7 @@ from stiefel_geo import PolarStiefel
 FREE = {
     *("view", "_unsafe_view", "select", "slice", "split", "split_with_sizes", "transpose", "t", "permute", "expand"),
     *("unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "diagonal", "chunk", "_reshape_alias"),
-    *("empty", "new_empty", "empty_strided", "empty_like", "scalar_tensor", "lift_fresh"),
+    *("empty", "new_empty", "empty_strided", "empty_like", "lift_fresh"),
 }
 VITS = {
     "Ti": (192, 12, 3),
