@@ -63,6 +63,13 @@ def test_a_step_launches_moves_and_holds_what_is_written(
     assert counted.transient <= HELD[vit]
 
 
+@pytest.mark.parametrize(("vit", "launches"), [("Ti", 684), ("S", 684), ("B", 684), ("L", 1368)])
+def test_one_parameter_at_a_time_holds_under_a_third_of_the_frames(vit: str, launches: int) -> None:
+    counted = measured(vit, foreach=False)
+    assert counted.launches.total() == launches
+    assert counted.transient < 1 / 3
+
+
 def test_products_of_the_retraction_follow_from_lr() -> None:
     def small(lr: float | Tensor) -> int:
         counted = costs(ScaleFreeRiemannianAdam(params := fake_frames("S"), lr=lr), params).launches

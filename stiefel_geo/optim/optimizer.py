@@ -50,7 +50,8 @@ class ScaleFreeRiemannianAdam(Optimizer):
         weight_decay: AdamW's decoupled decay, for Euclidean parameters alone.
         trust_radius: Δ > 0, the longest step of a frame in the Frobenius norm; `math.inf` for none.
         maximize: ascend instead of descend.
-        foreach: False steps one parameter at a time; otherwise frames of equal shape go through as one batch.
+        foreach: False steps one parameter at a time, in the least memory; otherwise frames of equal shape go
+            through as one batch.
         capturable: allow the step in a CUDA graph, with AdamW's step counters on the device. A graph replays the
             lr that it was captured with: for one that a scheduler changes pass a tensor on the device,
             `lr=torch.tensor(1e-3, device="cuda")`.
