@@ -76,6 +76,17 @@ def test_each_arm_is_compared_where_its_own_tuning_was_best():
     assert same.configuration == "4,000 images, lr 0.003, k 3"
 
 
+def test_runs_with_float32_products_are_a_pair_of_their_own_and_are_compared_with_bfloat16():
+    low, high = pairs([1.0, 1.2, 0.8, 1.0]), pairs([9.0, 9.5, 8.5, 9.2], bf16=False)
+    runs = of(tuned(), low, low, high)
+    assert claim(runs, "+8.98 points over AdamW, 12").figure.startswith("+1.00 points")
+    assert claim(runs, "float32 products, both as tuned").figure.startswith("+9.05 points [+8.38, +9.72] (n = 4)")
+    ours, theirs = (claim(runs, f"(float32 − bfloat16, {arm})") for arm in ("scale_free", "adamw"))
+    assert ours.figure.startswith("+8.05 points")
+    assert (ours.verdict, theirs.verdict) == ("not reproduced", "reproduced")
+    assert not [c for c in claims.patch_claims(of(tuned(), low)) if "float32" in c.claim]
+
+
 def test_tuning_runs_and_other_configurations_do_not_count_as_pairs():
     runs, other = of(tuned(), pairs([1.0, 1.2, 0.8])), pairs([9.0, 9.0], depth=1)
     assert runs.differences(cell("scale_free"), cell("adamw")) == pytest.approx([1.0, 1.2, 0.8])

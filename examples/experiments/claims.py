@@ -70,7 +70,7 @@ def patch_claims(runs: PatchRuns) -> list[Claim]:
     if not runs.cells:
         return []
     sized = [claim for images in (BASE_IMAGES, MANY_IMAGES) for claim in _at_a_size(runs, images)]
-    return [*sized, *_growth(runs), *_customary(runs), *_rivals(runs)]
+    return [*sized, *_float32(runs), *_growth(runs), *_customary(runs), *_rivals(runs)]
 
 
 def _gain_claim(runs: PatchRuns, text: str, one: Cell, other: Cell, claimed: float) -> Claim:
@@ -103,6 +103,20 @@ def _by_others(runs: PatchRuns, images: int) -> Iterator[Claim]:
     if gain.n:
         yield Claim("the same, k of each the best of its other seeds", f"{images:,} images, lr {lr:g}",
                     interval(gain, " points"), gain_verdict(gain, 8.98))  # fmt: skip
+
+
+def _float32(runs: PatchRuns) -> Iterator[Claim]:
+    """What bfloat16 products change: the headline once more, and each of its arms against itself."""
+    whole = runs.in_float32()
+    if not whole.cells:
+        return
+    ours, theirs = (runs.tuned(BASE_IMAGES, arm) for arm in (OURS, BASELINE))
+    yield _gain_claim(whole, "the same with float32 products, both as tuned with bfloat16", ours, theirs, 8.98)
+    for cell in (ours, theirs):
+        change = paired(differences({"float32": whole.cells.get(cell, {}), "bfloat16": runs.cells.get(cell, {})},
+                                    "float32", "bfloat16"))  # fmt: skip
+        yield Claim(f"(ours) nothing measurable comes from bfloat16 products (float32 − bfloat16, {cell.arm})",
+                    named(cell), interval(change, " points"), equal_verdict(change))  # fmt: skip
 
 
 def _growth(runs: PatchRuns) -> Iterator[Claim]:

@@ -49,6 +49,10 @@ class PatchRuns:
             if changes and other.cells:
                 yield name, other
 
+    def in_float32(self) -> "PatchRuns":
+        """The runs of the same configuration with float32 products."""
+        return PatchRuns(self.records, {**self.common, "bf16": False})
+
     def tuned(self, images: int, arm: str) -> Cell:
         """The cell that an arm is compared at; ablations take ours' learning rates. NaN where nothing is tuned."""
         cell = best(self.records, self.common, images, "scale_free" if arm in VARIANTS else arm)

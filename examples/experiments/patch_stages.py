@@ -119,6 +119,11 @@ def base_pairs_stage(common: Config, found: Sequence[Record]) -> Iterator[Config
     yield from headline(common, found, BASE_IMAGES, range(PAIRS))
 
 
+def float32_stage(common: Config, found: Sequence[Record]) -> Iterator[Config]:
+    """The same pairs with products in float32: do the differences depend on how products are rounded?"""
+    yield from ({**config, "bf16": False} for config in base_pairs_stage(common, found))
+
+
 def curves_stage(common: Config, found: Sequence[Record]) -> Iterator[Config]:
     yield from curves(common, found, BASE_IMAGES, range(OTHER_PAIRS))
 
@@ -157,7 +162,7 @@ STAGES: Mapping[str, Stage] = {
     "screen": screen_stage, "tune": tune_stage, "tune_many": tune_many_stage, "curves": curves_stage,
     "first_pairs": first_pairs_stage, "base_pairs": base_pairs_stage, "arms": arms_stage,
     "customary": customary_stage, "small": small_stage, "curves_many": curves_many_stage,
-    "all_pairs": all_pairs_stage, "largest": largest_stage,
+    "all_pairs": all_pairs_stage, "largest": largest_stage, "float32": float32_stage,
 }  # fmt: skip
 
 
