@@ -9,7 +9,7 @@ from typing import Any
 import geoopt
 import pytest
 import torch
-from support.fake_device import HELD, Costs, costs, fake_frames
+from support.fake_device import FREE, HELD, Costs, costs, fake_frames
 from support.tiny_vit import tiny_vit
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -68,6 +68,15 @@ def test_one_parameter_at_a_time_holds_under_a_third_of_the_frames(vit: str, lau
     counted = measured(vit, foreach=False)
     assert counted.launches.total() == launches
     assert counted.transient < 1 / 3
+
+
+@pytest.mark.parametrize("name", sorted(FREE - {"_unsafe_view"}))  # a view, but its schema does not say so
+def test_what_is_counted_as_free_is_a_view_or_an_allocation(name: str) -> None:
+    packet = getattr(torch.ops.aten, name)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads() if not overload.endswith("out")]
+    of_tensors = [schema for schema in schemas if str(schema.arguments[0].type) == "Tensor"]  # others are of lists
+    views = [each for each in of_tensors if each.returns[0].alias_info and not each.returns[0].alias_info.is_write]
+    assert "empty" in name or views == of_tensors != []
 
 
 def test_products_of_the_retraction_follow_from_lr() -> None:
