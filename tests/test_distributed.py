@@ -30,9 +30,7 @@ Figures = list[dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     """What each rank measured."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(ranks.main, (folder,), nprocs=ranks.WORLD)
-    return [torch.load(folder / f"rank {rank}.pt") for rank in range(ranks.WORLD)]
+    return ranks.measured(ranks.main, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("run", ["ddp", "ddp float32", "no_sync"])

@@ -1,12 +1,14 @@
 """examples/finetune.py towards a GPU: where it computes, and how batches get there. No GPU is needed."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.example_scripts import batches, finetune
+from support.example_scripts import batches, finetune, process_group
 from support.tiny_vit import tiny_vit
+from torch.nn.parallel import DistributedDataParallel
 
 import stiefel_geo
 
@@ -73,3 +75,22 @@ def test_the_line_on_the_start_gives_how_far_the_logits_are_apart(capsys):
     test = [(torch.randn(3, 16, 16), 0)] * 4
     finetune.report_start(start, SimpleNamespace(model=patched, device=torch.device("cpu")), test)
     assert float(capsys.readouterr().out.split()[-1]) < 1e-5
+
+
+def gloo_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="it counts threads in /proc, which only Linux has")
+def test_no_thread_outlives_the_process_group(monkeypatch):
+    """One that still held a tensor while Python ended would abort the process after its work was done."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in (alone | {"TORCHELASTIC_RUN_ID": "test"}).items():
+        monkeypatch.setenv(name, value)
+    with process_group.process_group("cpu"):
+        cycle: dict[str, object] = {"model": DistributedDataParallel(torch.nn.Linear(2, 2))}
+        cycle["itself"] = cycle
+        del cycle
+        assert gloo_threads() > 0
+    assert gloo_threads() == 0

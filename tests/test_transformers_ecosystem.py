@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import ranks
 from support.transformers_models import outputs, tiny, words
 from torch import nn
 
@@ -133,10 +134,8 @@ def test_peft_adapters_on_values_and_mlp_leave_the_frames_their_names_and_values
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank measured under accelerate's FSDP2."""
     pytest.importorskip("accelerate", minversion="1.6", reason="FSDP2 came with accelerate 1.6")
-    folder = tmp_path_factory.mktemp("fsdp2")
     module = importlib.import_module("support.accelerate_fsdp2")
-    torch.multiprocessing.spawn(module.main, (folder,), nprocs=module.WORLD)
-    return [torch.load(folder / f"rank {rank}.pt") for rank in range(module.WORLD)]
+    return ranks.measured(module.main, tmp_path_factory.mktemp("fsdp2"))
 
 
 def test_frames_train_under_accelerates_fsdp2_as_in_one_process(sharded: list[dict[str, Any]]) -> None:

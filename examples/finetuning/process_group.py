@@ -1,5 +1,6 @@
 """One process, or several under torchrun: who they are, what each trains on, and who writes."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,8 @@ def process_group(device: str) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        gc.collect()  # DDP stands in a cycle and would keep the group, and with it gloo's threads, to the very end:
+        dist.destroy_process_group()  # a thread that lets a tensor go while Python ends aborts (pytorch#190489)
 
 
 def rank() -> int:

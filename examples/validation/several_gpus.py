@@ -38,7 +38,11 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def compared(settings: Settings) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_rank, (settings.device, folder), nprocs=WORLD)
+        # Children of a fork server end without finalising Python. FSDP2's mesh keeps gloo's threads past the group,
+        # and a thread that lets a tensor go meanwhile aborts the process (pytorch#190489).
+        torch.multiprocessing.start_processes(
+            on_rank, (settings.device, folder), nprocs=WORLD, start_method="forkserver"
+        )
         for name in WAYS:
             found = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
             yield at_most(f"{name}: frames from those of one process", found["gap"], LARGEST_GAP)

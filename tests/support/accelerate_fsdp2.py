@@ -16,9 +16,10 @@ from torch import nn
 import stiefel_geo
 from stiefel_geo import diagnostics
 
+from .ranks import WORLD
 from .transformers_models import tiny, words
 
-WORLD, STEPS, LR = 2, 4, 1e-2
+STEPS, LR = 4, 1e-2
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

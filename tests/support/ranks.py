@@ -1,4 +1,4 @@
-"""What two processes do for tests/test_distributed.py: each function runs on every rank and returns figures."""
+"""Two processes that measure, and what they do for tests/test_distributed.py: functions that run on every rank."""
 
 import contextlib
 import warnings
@@ -25,6 +25,16 @@ from .tiny_vit import batch, frame_values, gap, largest_defect, tiny_vit, train
 WORLD = 2
 STEPS = 50
 LR = 1e-3
+
+
+def measured(main: Callable[[int, Path], None], folder: Path) -> list[dict[str, Any]]:
+    """What `main` saved in `folder` on each rank.
+
+    Children of a fork server end without finalising Python. FSDP2's mesh keeps gloo's threads past the group, and a
+    thread that lets a tensor go meanwhile aborts the process (pytorch#190489).
+    """
+    torch.multiprocessing.start_processes(main, (folder,), nprocs=WORLD, start_method="forkserver")
+    return [torch.load(folder / f"rank {rank}.pt") for rank in range(WORLD)]
 
 
 def build(dtype: torch.dtype = torch.float64) -> nn.Module:
