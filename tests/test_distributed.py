@@ -9,13 +9,14 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import geoopt
 import pytest
 import torch
-from support import ranks
-from support.example_scripts import EXAMPLES
+from support import finalisation, ranks
+from support.example_scripts import EXAMPLES, validation
 from support.tiny_vit import tiny_vit
 
 import stiefel_geo
@@ -127,6 +128,20 @@ def test_frames_that_fsdp1_flattened_in_place_are_refused():
     assert isinstance(frame, geoopt.ManifoldParameter)
     with pytest.raises(ValueError, match="a rank holds whole frames"):
         ScaleFreeRiemannianAdam(model.parameters())
+
+
+def test_ranks_end_without_finalising_python(tmp_path):
+    """One of gloo's threads that let a tensor go meanwhile would abort them (pytorch#190489)."""
+    ranks.measured(finalisation.main, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank 0.pt", "rank 1.pt"]
+
+
+def test_ranks_of_the_validation_end_without_finalising_python(tmp_path, monkeypatch):
+    several_gpus = validation["several_gpus"]
+    monkeypatch.setattr(several_gpus, "on_rank", finalisation.main)
+    monkeypatch.setattr(several_gpus, "WAYS", {})
+    list(several_gpus.compared(SimpleNamespace(device=str(tmp_path))))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank 0.pt", "rank 1.pt"]
 
 
 def test_finetune_runs_under_torchrun_and_one_process_writes(tmp_path):
